@@ -1,0 +1,77 @@
+# Everything here works on a clean checkout. The environments are made once and remade when a pyproject file changes.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PYPROJECTS := pyproject.toml clients/python/pyproject.toml
+# What the linters read. Generated stubs are left out by configuration.
+SOURCES := services clients/python tests tools
+# The pure domain: what `make coverage` holds to 95 % of branches. Servicers, backends and processes are not in it.
+DOMAIN := services/buffer/domain/*,services/engine/domain/*,services/scheduler/domain/*,services/scheduler/policies/*
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+BUF := node_modules/.bin/buf
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-all lint types format coverage protos protos-lint bench clean
+
+help: ## list these targets
+	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(VENV)/.run ## watch a training loop lend its GPUs and take them back (about five minutes at first, less afterwards)
+	$(BIN)/turnout demo
+
+test: lint types protos-lint ## everything a change has to pass
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: lint types protos-lint ## the same, the slow tests too
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.dev ## ruff: rules and format
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+
+types: $(VENV)/.dev ## mypy, strict
+	$(BIN)/mypy
+
+format: $(VENV)/.dev ## let ruff mend what it can
+	$(BIN)/ruff check --fix $(SOURCES)
+	$(BIN)/ruff format $(SOURCES)
+
+coverage: $(VENV)/.dev ## branch coverage of the pure domain, at least 95 %
+	$(BIN)/python -m pytest -q -m "not slow" --cov --cov-report=
+	$(BIN)/coverage report --include='$(DOMAIN)' --fail-under=95
+
+protos: ## generate the Python stubs again
+	$(PYTHON) tools/protos.py
+
+protos-lint: ## buf lint, and buf breaking against the last release
+	@if ! command -v npm >/dev/null 2>&1; then echo "protos-lint skipped: it needs Node.js, which is not installed"; exit 0; fi; \
+	set -e; $(MAKE) --no-print-directory $(BUF); \
+	$(BUF) lint protos; \
+	tag=$$(git describe --tags --match 'v[0-9]*' --abbrev=0 2>/dev/null || true); \
+	if [ -n "$$tag" ]; then $(BUF) breaking protos --against ".git#tag=$$tag,subdir=protos"; else echo "buf breaking: no release yet to compare with"; fi
+
+bench: $(VENV)/.run ## measure the services on this machine
+	$(BIN)/turnout bench
+
+clean: ## remove what make and the tools made
+	rm -rf $(VENV) .venv-protos node_modules .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage htmlcov dist build
+	find services clients tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Turnout needs Python 3.11 or later; set PYTHON=...")'
+	$(PYTHON) -m venv $(VENV)
+
+# What the command needs.
+$(VENV)/.run: $(PYPROJECTS) | $(BIN)/python
+	$(PIP) install --quiet -e clients/python -e .
+	@touch $@
+
+# What the tests need on top.
+$(VENV)/.dev: $(PYPROJECTS) | $(BIN)/python
+	$(PIP) install --quiet -e clients/python -e '.[dev]'
+	@touch $@ $(VENV)/.run
+
+$(BUF): package.json
+	npm install --no-package-lock --no-audit --no-fund --silent
+	@touch $@

@@ -1,0 +1,1 @@
+"""The services of Turnout. Only the command, deployment code and tests import a service."""
