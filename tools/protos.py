@@ -1,7 +1,7 @@
 """Generates the Python stubs from the protos, or checks that the committed ones are what the protos give.
 
-Invariants: the generator lives in a virtual environment of its own, so its pins never meet those of the services; the same protos give
-the same bytes on every machine; `--check` writes nothing into the checkout but that environment.
+Invariants: the generator lives in a virtual environment of its own, so its pins never meet those of the services; the
+same protos give the same bytes on every machine; `--check` writes nothing into the checkout but that environment.
 
     python tools/protos.py            write the stubs
     python tools/protos.py --check    exit 1 and name the files that differ
