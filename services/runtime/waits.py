@@ -1,0 +1,76 @@
+"""How long a call may stay parked, and the parking itself.
+
+Invariants: a wait never outlives its caller's gRPC deadline, and ends `DEADLINE_MARGIN_S` before it, so that the answer
+TIMED_OUT still reaches the caller; `max_wait` and gRPC deadlines are wall time whatever the time scale is; nothing polls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from typing import Final
+
+from google.protobuf.duration_pb2 import Duration
+
+from services.runtime.clock import Clock
+from services.runtime.draining import Draining
+from services.runtime.errors import invalid_argument
+
+MAX_WAIT_S: Final = 30 * 86400.0
+"""Longer waits are cut to this: 30 days outlive any step, and every event loop accepts it."""
+
+DEADLINE_MARGIN_S: Final = 0.1
+"""What an answer needs to get home before the caller's deadline, on a slow network and a busy machine."""
+
+
+def duration_seconds(duration: Duration, field: str) -> float:
+    """Return a protobuf Duration in seconds, cut to 30 days; a negative one is INVALID_ARGUMENT naming `field`."""
+    seconds = duration.seconds + duration.nanos / 1e9
+    if seconds < 0:
+        raise invalid_argument(field, f"{field} must not be negative, it is {seconds:g} s", value=f"{seconds:g}")
+    return min(seconds, MAX_WAIT_S)
+
+
+def wait_budget(max_wait_s: float | None, time_remaining_s: float | None, *, field: str = "max_wait") -> float:
+    """Return for how many wall seconds a call may be parked; 0 means: look once and answer.
+
+    `max_wait_s` is what the caller asked for (None: no limit of its own), `time_remaining_s` what is left of the call's
+    gRPC deadline (None: it has none). Negative or NaN is INVALID_ARGUMENT naming `field`.
+    """
+    budget = MAX_WAIT_S
+    if max_wait_s is not None:
+        if math.isnan(max_wait_s) or max_wait_s < 0:
+            raise invalid_argument(field, f"{field} must be zero or more seconds, not {max_wait_s}", value=max_wait_s)
+        budget = min(budget, max_wait_s)
+    if time_remaining_s is not None:
+        budget = min(budget, time_remaining_s - DEADLINE_MARGIN_S)
+    return max(budget, 0.0)
+
+
+def deadline_after(clock: Clock, wall_s: float) -> float:
+    """Return the domain time that lies `wall_s` wall seconds from now."""
+    return clock.now() + wall_s / clock.scale
+
+
+async def park(event: asyncio.Event, deadline: float, *, clock: Clock, draining: Draining) -> bool:
+    """Wait until `event` is set (True) or domain time `deadline` has come (False).
+
+    Raises UNAVAILABLE / DRAINING if the service stops first. The caller clears the event, so that what happens while it
+    is busy is not missed and many changes wake it once.
+    """
+    draining.check()
+    if event.is_set():
+        return True
+    if deadline <= clock.now():
+        return False
+    passed = asyncio.Event()
+    timer = clock.call_at(deadline, passed.set)
+    waits = [asyncio.ensure_future(waited.wait()) for waited in (event, passed)]
+    try:
+        await draining.race(asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED))
+        return event.is_set()
+    finally:
+        timer.cancel()
+        for wait in waits:
+            wait.cancel()
+        await asyncio.gather(*waits, return_exceptions=True)
