@@ -1,8 +1,8 @@
 """Time, as something that is handed in.
 
 Invariants: durations come from a monotonic source and are in *domain seconds*; a domain second lasts `scale` wall
-seconds, so one number speeds up every policy, tolerance, lease and report at once. Transport deadlines are wall time and
-are never scaled. Nothing else in the services reads the system's clock.
+seconds, so one number speeds up every policy, tolerance, lease and report at once. Transport deadlines are wall time
+and are never scaled. Nothing else in the services reads the system's clock.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ class _ManualTimer:
 class ManualClock:
     """A clock that stands still until a test advances it.
 
-    Timers fire in the order of their times, and among equals in the order in which they were set; whatever wakes up runs
-    until it waits again before time goes on.
+    Timers fire in the order of their times, and among equals in the order in which they were set; whatever wakes up
+    runs until it waits again before time goes on.
     """
 
     SETTLE_TURNS: Final = 20

@@ -1,7 +1,7 @@
 """The state in which a service stops: it takes nothing new, and what is parked ends.
 
-Invariants: draining is entered once and never left; whoever waits through `race` or `check` ends with UNAVAILABLE and the
-reason DRAINING, which tells a client that repeating the call elsewhere or later is safe.
+Invariants: draining is entered once and never left; whoever waits through `race` or `check` ends with UNAVAILABLE and
+the reason DRAINING, which tells a client that repeating the call elsewhere or later is safe.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Domain errors as gRPC statuses: the one shared mapping.
 
 Invariants: a status carries exactly one google.rpc.ErrorInfo of the domain `turnout`; its message has at most
-`MAX_MESSAGE_BYTES`, and everything that leaves as trailers at most `MAX_TRAILERS_BYTES` as it is encoded on the wire; text
-is cut on character boundaries.
+`MAX_MESSAGE_BYTES`, and everything that leaves as trailers at most `MAX_TRAILERS_BYTES` as it is encoded on the wire;
+text is cut on character boundaries.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, NoReturn
-from urllib.parse import quote
 
 import grpc
 import grpc.aio
@@ -32,7 +31,7 @@ _MAX_VALUE_BYTES: Final = 256
 
 _MAX_ENTRIES: Final = 24
 _FIXED_TRAILERS_BYTES: Final = 200
-"""Names and framing of grpc-status, grpc-message and grpc-status-details-bin, at 32 bytes each and their names."""
+"""Three trailers with their names, and the 32 bytes that HTTP/2 counts for each."""
 
 
 def cut(text: str, limit: int) -> str:
@@ -112,5 +111,6 @@ def _status(error: TurnoutError, message: str, metadata: Mapping[str, str]) -> s
 
 
 def _wire_size(status: status_pb2.Status) -> int:
-    # grpc-message is percent-encoded, grpc-status-details-bin is base64.
-    return _FIXED_TRAILERS_BYTES + len(quote(status.message, safe=" ")) + (status.ByteSize() + 2) // 3 * 4
+    # grpc-message is percent-encoded (all but printable ASCII, and "%"), grpc-status-details-bin is base64.
+    percent_encoded = sum(1 if 0x20 <= byte <= 0x7E and byte != 0x25 else 3 for byte in status.message.encode())
+    return _FIXED_TRAILERS_BYTES + percent_encoded + (int(status.ByteSize()) + 2) // 3 * 4

@@ -1,7 +1,8 @@
 """How long a call may stay parked, and the parking itself.
 
 Invariants: a wait never outlives its caller's gRPC deadline, and ends `DEADLINE_MARGIN_S` before it, so that the answer
-TIMED_OUT still reaches the caller; `max_wait` and gRPC deadlines are wall time whatever the time scale is; nothing polls.
+TIMED_OUT still reaches the caller; `max_wait` and gRPC deadlines are wall time whatever the time scale is; nothing
+polls.
 """
 
 from __future__ import annotations
@@ -63,14 +64,17 @@ async def park(event: asyncio.Event, deadline: float, *, clock: Clock, draining:
         return True
     if deadline <= clock.now():
         return False
-    passed = asyncio.Event()
-    timer = clock.call_at(deadline, passed.set)
-    waits = [asyncio.ensure_future(waited.wait()) for waited in (event, passed)]
+    passed = asyncio.get_running_loop().create_future()
+    timer = clock.call_at(deadline, lambda: None if passed.done() else passed.set_result(None))
+    waits = [asyncio.ensure_future(event.wait()), asyncio.ensure_future(draining.wait()), passed]
     try:
-        await draining.race(asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED))
-        return event.is_set()
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
     finally:
         timer.cancel()
         for wait in waits:
             wait.cancel()
         await asyncio.gather(*waits, return_exceptions=True)
+    if event.is_set():
+        return True
+    draining.check()
+    return False
