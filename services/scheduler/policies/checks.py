@@ -8,13 +8,13 @@ import math
 from services.scheduler.policies.errors import NotFiniteError, OutOfRangeError
 
 
-def check_whole(field: str, value: int, minimum: int) -> None:
+def check_whole(field: str, value: object, minimum: int) -> None:
     """Raise OutOfRangeError unless `value` is an integer (not a bool) of at least `minimum`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
         raise OutOfRangeError(field, value, f"a whole number of at least {minimum}")
 
 
-def check_flag(field: str, value: bool) -> None:
+def check_flag(field: str, value: object) -> None:
     """Raise OutOfRangeError unless `value` is a bool: the text "false" would otherwise count as true."""
     if not isinstance(value, bool):
         raise OutOfRangeError(field, value, "true or false")
