@@ -2618,6 +2618,7 @@ class GenerateRequest(google.protobuf.message.Message):
     SAMPLING_FIELD_NUMBER: builtins.int
     DELTA_TOKENS_FIELD_NUMBER: builtins.int
     DELTA_INTERVAL_FIELD_NUMBER: builtins.int
+    REPLICA_ID_FIELD_NUMBER: builtins.int
     run_id: builtins.str
     """The run."""
     request_id: builtins.str
@@ -2628,6 +2629,12 @@ class GenerateRequest(google.protobuf.message.Message):
     """Budget of output tokens over all segments, the output so far included. At least 1."""
     delta_tokens: builtins.int
     """Least new tokens before a delta leaves; 0: only the final message. Default 64."""
+    replica_id: builtins.str
+    """Empty: the controller places the request. Set: it runs on this replica and nowhere else, whatever its route, which is
+    how a controller uses the agents of its nodes. No `placed` event is sent. If the replica stops the request, it ends
+    with ABORT and the output so far; if the replica cannot serve, FAILED_PRECONDITION with the reasons of Resume; if its
+    engine died, UNAVAILABLE / ENGINE_DEAD. The engine's id of the request is then request_id.
+    """
     @property
     def join_key(self) -> Global___JoinKey:
         """Trajectory it belongs to, for progress."""
@@ -2666,9 +2673,10 @@ class GenerateRequest(google.protobuf.message.Message):
         sampling: Global___Sampling | None = ...,
         delta_tokens: builtins.int | None = ...,
         delta_interval: google.protobuf.duration_pb2.Duration | None = ...,
+        replica_id: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_delta_tokens", b"_delta_tokens", "delta_interval", b"delta_interval", "delta_tokens", b"delta_tokens", "join_key", b"join_key", "sampling", b"sampling"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_delta_tokens", b"_delta_tokens", "delta_interval", b"delta_interval", "delta_tokens", b"delta_tokens", "join_key", b"join_key", "max_tokens", b"max_tokens", "output_segments", b"output_segments", "output_token_ids", b"output_token_ids", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "run_id", b"run_id", "sampling", b"sampling", "session_id", b"session_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_delta_tokens", b"_delta_tokens", "delta_interval", b"delta_interval", "delta_tokens", b"delta_tokens", "join_key", b"join_key", "max_tokens", b"max_tokens", "output_segments", b"output_segments", "output_token_ids", b"output_token_ids", "prompt_token_ids", b"prompt_token_ids", "replica_id", b"replica_id", "request_id", b"request_id", "run_id", b"run_id", "sampling", b"sampling", "session_id", b"session_id"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_delta_tokens", b"_delta_tokens"]) -> typing.Literal["delta_tokens"] | None: ...
 
 Global___GenerateRequest: typing_extensions.TypeAlias = GenerateRequest
