@@ -1,8 +1,8 @@
 """Repeatable calls: one request_id, one effect, one answer.
 
 Invariants: only OK answers are kept; per run at most `limit` of them, the oldest going first, and none longer than
-`ttl_s`; while the first call with an id is at work its duplicates wait for it; the same id with other content is refused
-and changes nothing. Time is passed in.
+`ttl_s`; while the first call with an id is at work its duplicates wait for it; the same id with other content is
+refused and changes nothing. Time is passed in.
 """
 
 from __future__ import annotations

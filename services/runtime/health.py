@@ -1,0 +1,78 @@
+"""grpc.health.v1: whether the service can be used now.
+
+Invariants: it is SERVING only between the end of its start and the beginning of its stop, and while nothing it depends
+on has reported otherwise; a name that nobody offers is NOT_FOUND for Check and SERVICE_UNKNOWN for Watch; Watch streams
+end when the service drains, after they have said NOT_SERVING.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+from typing import Any
+
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from services.runtime.draining import Draining
+from services.runtime.errors import not_found
+
+Response = health_pb2.HealthCheckResponse
+
+
+class Health(health_pb2_grpc.HealthServicer):
+    """The health of one server: "" stands for the whole, the other names for its services."""
+
+    def __init__(self, draining: Draining) -> None:
+        self._draining = draining
+        self._names = {""}
+        self._serving = False
+        self._changed = asyncio.Event()
+
+    def add(self, names: Iterable[str]) -> None:
+        """Answer for these services too."""
+        self._names.update(names)
+
+    def set_serving(self, serving: bool) -> None:
+        """Say whether the service can be used. While it drains it cannot, whatever is said here."""
+        self._serving = serving
+        # Whoever waits holds this event; the next ones wait on a new one.
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def status(self, service: str) -> int:
+        """Return the ServingStatus of a service by its full name."""
+        if service not in self._names:
+            return Response.SERVICE_UNKNOWN
+        return Response.SERVING if self._serving and not self._draining.is_set else Response.NOT_SERVING
+
+    async def Check(
+        self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> Response:
+        status = self.status(request.service)
+        if status == Response.SERVICE_UNKNOWN:
+            raise not_found("SERVICE_NOT_FOUND", "this server offers no such service", service=request.service)
+        return Response(status=status)
+
+    async def Watch(
+        self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[Response]:
+        told: int | None = None
+        while True:
+            changed = self._changed
+            status = self.status(request.service)
+            if status != told:
+                told = status
+                yield Response(status=status)
+            if self._draining.is_set:
+                return
+            await self._wait(changed)
+
+    async def _wait(self, changed: asyncio.Event) -> None:
+        waits = [asyncio.ensure_future(changed.wait()), asyncio.ensure_future(self._draining.wait())]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+            await asyncio.gather(*waits, return_exceptions=True)

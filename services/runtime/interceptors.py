@@ -1,0 +1,183 @@
+"""What happens around every call: errors become statuses, calls are counted and known.
+
+Invariants: a call ends with a status of ours or as it was cancelled, never with UNKNOWN, a traceback or the text of an
+unexpected exception; messages are parsed and written here, so that bytes that are no message are the caller's error and
+not ours; every call at work is in `InFlight` until its handler's clean-up has run. Servicers answer with what they
+return or yield; `context.read` and `context.write` are not theirs to use.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import secrets
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
+from typing import Any, Final, TypeAlias
+
+import grpc
+import grpc.aio
+
+from services.runtime.errors import TurnoutError, internal, invalid_argument, unavailable, unimplemented
+from services.runtime.logs import get_logger
+from services.runtime.metrics import CallMetrics
+from services.runtime.statuses import abort
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+Around: TypeAlias = "Callable[[Context], AbstractAsyncContextManager[None]]"
+
+_INFRASTRUCTURE: Final = "/grpc."
+"""Health, reflection and channelz answer while the service starts and stops, and delay neither."""
+
+_HEALTH: Final = "/grpc.health."
+_LAST_WORDS_S: Final = 0.5
+"""To tell the watchers of its health that it stops, on a local network."""
+
+
+class InFlight:
+    """The calls at work."""
+
+    def __init__(self) -> None:
+        self._calls: dict[asyncio.Task[Any], str] = {}
+
+    def enter(self, method: str) -> None:
+        """The running task serves a call of `method`."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._calls[task] = method
+        task.add_done_callback(lambda ended: self._calls.pop(ended, None))
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    async def end_infrastructure(self) -> None:
+        """End the streams of health and reflection, which would last as long as their clients.
+
+        Those of health end by themselves, with a last word, unless their reader is stuck.
+        """
+        last_words = {task for task, method in self._calls.items() if method.startswith(_HEALTH)}
+        for task, method in list(self._calls.items()):
+            if method.startswith(_INFRASTRUCTURE) and task not in last_words:
+                task.cancel()
+        if last_words:
+            _, stuck = await asyncio.wait(last_words, timeout=_LAST_WORDS_S)
+            for task in stuck:
+                task.cancel()
+
+    async def wait_empty(self, timeout: float) -> bool:
+        """Wait until every call's handler, its clean-up included, has ended; False if some remain."""
+        if self._calls:
+            await asyncio.wait(list(self._calls), timeout=timeout)
+        return not self._calls
+
+
+class CallInterceptor(grpc.aio.ServerInterceptor):
+    """The one interceptor of every service."""
+
+    def __init__(self, *, name: str, in_flight: InFlight, metrics: CallMetrics) -> None:
+        self._log = get_logger(name)
+        self._in_flight = in_flight
+        self._metrics = metrics
+        self.ready = False
+        """Until the service has started, its calls (not those of health) are UNAVAILABLE / STARTING."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler | None:
+        handler = await continuation(handler_call_details)
+        # None: no such method, which gRPC answers with UNIMPLEMENTED.
+        return None if handler is None else _wrap(handler, self._around(str(handler_call_details.method)))
+
+    def _around(self, method: str) -> Around:
+        @asynccontextmanager
+        async def around(context: Context) -> AsyncIterator[None]:
+            self._in_flight.enter(method)
+            with self._metrics.call(method, lambda: _code_name(context)):
+                try:
+                    if not (self.ready or method.startswith(_INFRASTRUCTURE)):
+                        raise unavailable("STARTING", "the service is starting; the call may be repeated")
+                    yield
+                except TurnoutError as error:
+                    await abort(context, error)
+                except (grpc.aio.AbortError, asyncio.CancelledError):
+                    raise
+                except Exception as error:
+                    if isinstance(error, NotImplementedError) and _code_name(context) == "UNIMPLEMENTED":
+                        # A generated base method: the service leaves the call out.
+                        await abort(context, unimplemented(method.rpartition("/")[2]))
+                    incident = secrets.token_hex(6)
+                    self._log.exception("call failed unexpectedly", method=method, incident=incident)
+                    await abort(context, internal("INTERNAL", "internal error", incident=incident))
+
+        return around
+
+
+def _code_name(context: Context) -> str:
+    code = context.code()
+    if isinstance(code, grpc.StatusCode):
+        return code.name
+    for known in grpc.StatusCode:
+        if known.value[0] == code:
+            return known.name
+    return "OK"
+
+
+def _wrap(handler: Handler, around: Around) -> Handler:
+    parse, write = handler.request_deserializer, handler.response_serializer
+
+    def read(raw: bytes) -> Any:
+        if parse is None:
+            return raw
+        try:
+            return parse(raw)
+        except Exception as error:
+            raise invalid_argument("", "the request is not a valid message", reason="MALFORMED_REQUEST") from error
+
+    async def read_all(raw: AsyncIterator[bytes]) -> AsyncGenerator[Any, None]:
+        async for message in raw:
+            yield read(message)
+
+    def encode(message: Any) -> bytes:
+        return message if write is None else write(message)
+
+    async def answer(behavior: Any, request: Any, context: Context) -> bytes:
+        answer = behavior(request, context)
+        return encode(await answer if inspect.isawaitable(answer) else answer)
+
+    async def answer_all(behavior: Any, request: Any, context: Context) -> None:
+        stream = behavior(request, context)
+        # Closed here and not by the garbage collector, so that clean-up has run when the call has ended.
+        async with aclosing(stream):
+            async for message in stream:
+                await context.write(encode(message))
+
+    if handler.request_streaming and handler.response_streaming:
+
+        async def stream_stream(requests: AsyncIterator[bytes], context: Context) -> None:
+            async with around(context), aclosing(read_all(requests)) as messages:
+                await answer_all(handler.stream_stream, messages, context)
+
+        return grpc.stream_stream_rpc_method_handler(stream_stream)
+    if handler.request_streaming:
+
+        async def stream_unary(requests: AsyncIterator[bytes], context: Context) -> bytes:
+            async with around(context), aclosing(read_all(requests)) as messages:
+                return await answer(handler.stream_unary, messages, context)
+
+        return grpc.stream_unary_rpc_method_handler(stream_unary)
+    if handler.response_streaming:
+
+        async def unary_stream(request: bytes, context: Context) -> None:
+            async with around(context):
+                await answer_all(handler.unary_stream, read(request), context)
+
+        return grpc.unary_stream_rpc_method_handler(unary_stream)
+
+    async def unary_unary(request: bytes, context: Context) -> bytes:
+        async with around(context):
+            return await answer(handler.unary_unary, read(request), context)
+
+    return grpc.unary_unary_rpc_method_handler(unary_unary)
