@@ -12,12 +12,19 @@ Conventions of this file, which hold for every call:
     engines hold version s - 1.
   * `epoch` is the fencing token of a trainer, see OpenEpoch. A lower epoch than the run's is FAILED_PRECONDITION /
     STALE_EPOCH, a higher one FAILED_PRECONDITION / UNKNOWN_EPOCH. Reads that leave it out never evict.
-  * `request_id` makes a mutation repeatable: the same id with the same content gets the first answer again, the same
-    id with other content INVALID_ARGUMENT / REQUEST_ID_REUSED. OK answers are kept for an hour, at most 100 000 a run.
+  * `request_id`, empty for none, makes a mutation repeatable. It is scoped to (run, call): the same id with the same
+    content gets the first answer again, with other content INVALID_ARGUMENT / REQUEST_ID_REUSED. Content is every field
+    but epoch, max_wait, progress_interval and cursor. Only OK answers that had an effect are kept, for an hour and at most
+    100 000 a run: a Sample that did not end REACHED and an empty ClaimGroups are tried anew. Restore forgets them all.
   * Batch calls answer OK with one ItemOutcome per item, in order; good items are applied. Only a fault of the envelope
     (unknown run, stale epoch, size) refuses the whole call. AddGroups alone is all or nothing.
   * Unknown run: NOT_FOUND / RUN_NOT_FOUND. Unknown partition: NOT_FOUND / PARTITION_NOT_FOUND.
   * Durations are google.protobuf.Duration; negative ones are INVALID_ARGUMENT, huge ones are capped at 30 days.
+  * Domain time is the job's own time. It equals wall time except in tests and demos, where one domain second lasts
+    `time_scale` wall seconds. max_wait, timeout, deadlines and every `lease` in an answer (time left) are wall time; all
+    other durations are domain time.
+  * int64 is a bigint or a string in JavaScript, never a Number. An event or frame whose oneof is unset in a response
+    comes from a newer service and is to be ignored; in a request it is INVALID_ARGUMENT / BAD_FRAME.
 """
 
 import builtins
@@ -260,6 +267,34 @@ EVICTION_REASON_REQUESTED: EvictionReason.ValueType  # 4
 """EvictGroups."""
 Global___EvictionReason: typing_extensions.TypeAlias = EvictionReason
 
+class _FailureKind:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _FailureKindEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_FailureKind.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    FAILURE_KIND_UNSPECIFIED: _FailureKind.ValueType  # 0
+    """Refused: INVALID_ARGUMENT / KIND_UNSPECIFIED."""
+    FAILURE_KIND_RETRYABLE: _FailureKind.ValueType  # 1
+    """Another attempt may succeed. Uses up an attempt."""
+    FAILURE_KIND_PERMANENT: _FailureKind.ValueType  # 2
+    """No attempt can succeed: the group fails."""
+    FAILURE_KIND_INTERRUPTED: _FailureKind.ValueType  # 3
+    """The attempt was cut through no fault of its own (its engine was reclaimed, its worker stops). Uses up no attempt."""
+
+class FailureKind(_FailureKind, metaclass=_FailureKindEnumTypeWrapper):
+    """FailureKind tells what a failure means for the next attempt."""
+
+FAILURE_KIND_UNSPECIFIED: FailureKind.ValueType  # 0
+"""Refused: INVALID_ARGUMENT / KIND_UNSPECIFIED."""
+FAILURE_KIND_RETRYABLE: FailureKind.ValueType  # 1
+"""Another attempt may succeed. Uses up an attempt."""
+FAILURE_KIND_PERMANENT: FailureKind.ValueType  # 2
+"""No attempt can succeed: the group fails."""
+FAILURE_KIND_INTERRUPTED: FailureKind.ValueType  # 3
+"""The attempt was cut through no fault of its own (its engine was reclaimed, its worker stops). Uses up no attempt."""
+Global___FailureKind: typing_extensions.TypeAlias = FailureKind
+
 class _GroupEventKind:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: typing_extensions.TypeAlias = ValueType
@@ -288,6 +323,10 @@ class _GroupEventKindEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper.
     """It was evicted."""
     GROUP_EVENT_KIND_REISSUED: _GroupEventKind.ValueType  # 10
     """Trajectories became pending again."""
+    GROUP_EVENT_KIND_PROGRESS: _GroupEventKind.ValueType  # 11
+    """A trajectory reported progress. Coalesced per trajectory, never replayed, and without a sequence number of its own."""
+    GROUP_EVENT_KIND_RESTORED: _GroupEventKind.ValueType  # 12
+    """The run was restored: everything before is void, list the groups again."""
 
 class GroupEventKind(_GroupEventKind, metaclass=_GroupEventKindEnumTypeWrapper):
     """GroupEventKind tells what happened to a group."""
@@ -314,6 +353,10 @@ GROUP_EVENT_KIND_EVICTED: GroupEventKind.ValueType  # 9
 """It was evicted."""
 GROUP_EVENT_KIND_REISSUED: GroupEventKind.ValueType  # 10
 """Trajectories became pending again."""
+GROUP_EVENT_KIND_PROGRESS: GroupEventKind.ValueType  # 11
+"""A trajectory reported progress. Coalesced per trajectory, never replayed, and without a sequence number of its own."""
+GROUP_EVENT_KIND_RESTORED: GroupEventKind.ValueType  # 12
+"""The run was restored: everything before is void, list the groups again."""
 Global___GroupEventKind: typing_extensions.TypeAlias = GroupEventKind
 
 class _WaitOutcome:
@@ -658,8 +701,11 @@ class GetRunResponse(google.protobuf.message.Message):
 
     RUN_FIELD_NUMBER: builtins.int
     INCARNATION_FIELD_NUMBER: builtins.int
+    TIME_SCALE_FIELD_NUMBER: builtins.int
     incarnation: builtins.str
     """Changes with every start of the service, so that a caller can notice a restart."""
+    time_scale: builtins.float
+    """Wall seconds per domain second; 1 outside tests and demos."""
     @property
     def run(self) -> Global___Run:
         """The run."""
@@ -669,9 +715,10 @@ class GetRunResponse(google.protobuf.message.Message):
         *,
         run: Global___Run | None = ...,
         incarnation: builtins.str = ...,
+        time_scale: builtins.float = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["run", b"run"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["incarnation", b"incarnation", "run", b"run"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["incarnation", b"incarnation", "run", b"run", "time_scale", b"time_scale"]) -> None: ...
 
 Global___GetRunResponse: typing_extensions.TypeAlias = GetRunResponse
 
@@ -738,18 +785,22 @@ class DeleteRunRequest(google.protobuf.message.Message):
 
     RUN_ID_FIELD_NUMBER: builtins.int
     EPOCH_FIELD_NUMBER: builtins.int
+    REQUEST_ID_FIELD_NUMBER: builtins.int
     run_id: builtins.str
     """Run to delete."""
     epoch: builtins.int
     """Epoch of the caller; unset is allowed only while no epoch was ever opened."""
+    request_id: builtins.str
+    """See the top of this file."""
     def __init__(
         self,
         *,
         run_id: builtins.str = ...,
         epoch: builtins.int | None = ...,
+        request_id: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_epoch", b"_epoch", "epoch", b"epoch"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_epoch", b"_epoch", "epoch", b"epoch", "run_id", b"run_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_epoch", b"_epoch", "epoch", b"epoch", "request_id", b"request_id", "run_id", b"run_id"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_epoch", b"_epoch"]) -> typing.Literal["epoch"] | None: ...
 
 Global___DeleteRunRequest: typing_extensions.TypeAlias = DeleteRunRequest
@@ -1026,7 +1077,7 @@ class ClaimToken(google.protobuf.message.Message):
     claim_id: builtins.str
     """Id of the claim."""
     attempt: builtins.int
-    """Attempt the claim stands for, from 1. A trajectory re-issued since has a higher one, which makes the token stale."""
+    """Attempt the claim stands for, from 1. Every re-issue raises it, which makes older tokens stale."""
     def __init__(
         self,
         *,
@@ -1084,7 +1135,7 @@ class GroupSpec(google.protobuf.message.Message):
     PROMPT_FIELD_NUMBER: builtins.int
     TAGS_FIELD_NUMBER: builtins.int
     group_id: builtins.str
-    """Id, unique within the partition for as long as the run lives in memory of the buffer (evicted ids may be re-used)."""
+    """Id, unique among the groups present in the partition. Ids of evicted and committed groups may be used again."""
     group_size: builtins.int
     """Trajectories (n), 1 to 65 536. Unset: the partition's default."""
     @property
@@ -1118,6 +1169,7 @@ class Trajectory(google.protobuf.message.Message):
     INDEX_FIELD_NUMBER: builtins.int
     STATE_FIELD_NUMBER: builtins.int
     ATTEMPT_FIELD_NUMBER: builtins.int
+    USED_ATTEMPTS_FIELD_NUMBER: builtins.int
     OUTPUTS_FIELD_NUMBER: builtins.int
     WORKER_ID_FIELD_NUMBER: builtins.int
     DONE_FIELD_NUMBER: builtins.int
@@ -1127,7 +1179,9 @@ class Trajectory(google.protobuf.message.Message):
     state: Global___TrajectoryState.ValueType
     """Where it stands."""
     attempt: builtins.int
-    """Present attempt, from 1."""
+    """Present attempt, from 1; every re-issue raises it."""
+    used_attempts: builtins.int
+    """Attempts that count against max_attempts: those that failed or expired, not those that were interrupted."""
     worker_id: builtins.str
     """Worker that holds the claim, while running."""
     done: builtins.int
@@ -1144,13 +1198,14 @@ class Trajectory(google.protobuf.message.Message):
         index: builtins.int = ...,
         state: Global___TrajectoryState.ValueType = ...,
         attempt: builtins.int = ...,
+        used_attempts: builtins.int = ...,
         outputs: collections.abc.Iterable[Global___Output] | None = ...,
         worker_id: builtins.str = ...,
         done: builtins.int | None = ...,
         error: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_done", b"_done", "done", b"done"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_done", b"_done", "attempt", b"attempt", "done", b"done", "error", b"error", "index", b"index", "outputs", b"outputs", "state", b"state", "worker_id", b"worker_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_done", b"_done", "attempt", b"attempt", "done", b"done", "error", b"error", "index", b"index", "outputs", b"outputs", "state", b"state", "used_attempts", b"used_attempts", "worker_id", b"worker_id"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_done", b"_done"]) -> typing.Literal["done"] | None: ...
 
 Global___Trajectory: typing_extensions.TypeAlias = Trajectory
@@ -1301,11 +1356,13 @@ class AddGroupsRequest(google.protobuf.message.Message):
     epoch: builtins.int
     """Epoch of the caller; unset is allowed only while no epoch was ever opened."""
     step: builtins.int
-    """Step the groups are born at."""
+    """Step the groups are born at. Required, at least 0."""
     refill_claim_id: builtins.str
     """Refill claim that these groups pay, in order of the groups; may be paid in parts over several calls."""
     end_of_prompts: builtins.bool
-    """True: no more prompts will come, until an AddGroups without it adds some."""
+    """True: no more prompts will come (`groups` may then be empty), until a later AddGroups without it adds some. A payment
+    (refill_claim_id set) leaves the end of supply as it is.
+    """
     request_id: builtins.str
     """See the top of this file."""
     @property
@@ -1318,18 +1375,20 @@ class AddGroupsRequest(google.protobuf.message.Message):
         run_id: builtins.str = ...,
         partition: builtins.str = ...,
         epoch: builtins.int | None = ...,
-        step: builtins.int = ...,
+        step: builtins.int | None = ...,
         groups: collections.abc.Iterable[Global___GroupSpec] | None = ...,
         refill_claim_id: builtins.str | None = ...,
         end_of_prompts: builtins.bool = ...,
         request_id: builtins.str = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_epoch", b"_epoch", "_refill_claim_id", b"_refill_claim_id", "epoch", b"epoch", "refill_claim_id", b"refill_claim_id"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_epoch", b"_epoch", "_refill_claim_id", b"_refill_claim_id", "end_of_prompts", b"end_of_prompts", "epoch", b"epoch", "groups", b"groups", "partition", b"partition", "refill_claim_id", b"refill_claim_id", "request_id", b"request_id", "run_id", b"run_id", "step", b"step"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_epoch", b"_epoch", "_refill_claim_id", b"_refill_claim_id", "_step", b"_step", "epoch", b"epoch", "refill_claim_id", b"refill_claim_id", "step", b"step"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_epoch", b"_epoch", "_refill_claim_id", b"_refill_claim_id", "_step", b"_step", "end_of_prompts", b"end_of_prompts", "epoch", b"epoch", "groups", b"groups", "partition", b"partition", "refill_claim_id", b"refill_claim_id", "request_id", b"request_id", "run_id", b"run_id", "step", b"step"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_epoch", b"_epoch"]) -> typing.Literal["epoch"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_refill_claim_id", b"_refill_claim_id"]) -> typing.Literal["refill_claim_id"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_step", b"_step"]) -> typing.Literal["step"] | None: ...
 
 Global___AddGroupsRequest: typing_extensions.TypeAlias = AddGroupsRequest
 
@@ -1367,6 +1426,7 @@ class ClaimGroupsRequest(google.protobuf.message.Message):
     MAX_TRAJECTORIES_FIELD_NUMBER: builtins.int
     MAX_WAIT_FIELD_NUMBER: builtins.int
     REQUEST_ID_FIELD_NUMBER: builtins.int
+    MAX_BYTES_FIELD_NUMBER: builtins.int
     run_id: builtins.str
     """Run to work for."""
     partition: builtins.str
@@ -1377,6 +1437,8 @@ class ClaimGroupsRequest(google.protobuf.message.Message):
     """Most trajectories to hand out in this call, 1 to 65 536; default 1."""
     request_id: builtins.str
     """See the top of this file: a repeat returns the same claims, if they still live."""
+    max_bytes: builtins.int
+    """Most bytes of the answer, above 0; default 3 MiB, below the 4 MiB that many clients accept. One claim is always given."""
     @property
     def max_wait(self) -> google.protobuf.duration_pb2.Duration:
         """Longest time to wait for work; 0 or unset tries once."""
@@ -1390,9 +1452,13 @@ class ClaimGroupsRequest(google.protobuf.message.Message):
         max_trajectories: builtins.int | None = ...,
         max_wait: google.protobuf.duration_pb2.Duration | None = ...,
         request_id: builtins.str = ...,
+        max_bytes: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_max_trajectories", b"_max_trajectories", "max_trajectories", b"max_trajectories", "max_wait", b"max_wait"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_max_trajectories", b"_max_trajectories", "max_trajectories", b"max_trajectories", "max_wait", b"max_wait", "partition", b"partition", "request_id", b"request_id", "run_id", b"run_id", "worker_id", b"worker_id"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_max_bytes", b"_max_bytes", "_max_trajectories", b"_max_trajectories", "max_bytes", b"max_bytes", "max_trajectories", b"max_trajectories", "max_wait", b"max_wait"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_max_bytes", b"_max_bytes", "_max_trajectories", b"_max_trajectories", "max_bytes", b"max_bytes", "max_trajectories", b"max_trajectories", "max_wait", b"max_wait", "partition", b"partition", "request_id", b"request_id", "run_id", b"run_id", "worker_id", b"worker_id"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_max_bytes", b"_max_bytes"]) -> typing.Literal["max_bytes"] | None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_max_trajectories", b"_max_trajectories"]) -> typing.Literal["max_trajectories"] | None: ...
 
 Global___ClaimGroupsRequest: typing_extensions.TypeAlias = ClaimGroupsRequest
@@ -1476,7 +1542,7 @@ class Claim(google.protobuf.message.Message):
 
     @property
     def lease(self) -> google.protobuf.duration_pb2.Duration:
-        """Time left until the claim expires unless renewed."""
+        """Time left until the claim expires unless renewed, wall time."""
 
     def __init__(
         self,
@@ -1753,29 +1819,24 @@ class TrajectoryFailure(google.protobuf.message.Message):
     TOKEN_FIELD_NUMBER: builtins.int
     GROUP_ID_FIELD_NUMBER: builtins.int
     INDEX_FIELD_NUMBER: builtins.int
-    RETRYABLE_FIELD_NUMBER: builtins.int
+    KIND_FIELD_NUMBER: builtins.int
     ERROR_FIELD_NUMBER: builtins.int
     PARTIAL_FIELD_NUMBER: builtins.int
-    INTERRUPTED_FIELD_NUMBER: builtins.int
     group_id: builtins.str
     """The group."""
     index: builtins.int
     """Position in the group."""
-    retryable: builtins.bool
-    """Whether another attempt may succeed."""
+    kind: Global___FailureKind.ValueType
+    """What it means for the next attempt. Required."""
     error: builtins.str
     """What happened, at most 1 kB kept."""
-    interrupted: builtins.bool
-    """True for an attempt that was interrupted through no fault of its own (its engine was reclaimed or restarted): it is
-    re-issued and uses up no attempt.
-    """
     @property
     def token(self) -> Global___ClaimToken:
         """Token of the claim."""
 
     @property
     def partial(self) -> Global___PartialOutput:
-        """Output so far, kept for the next attempt if the run has partial_rollout and the failure is retried."""
+        """Output so far, kept for the next attempt if the run has partial_rollout and there is one."""
 
     def __init__(
         self,
@@ -1783,13 +1844,12 @@ class TrajectoryFailure(google.protobuf.message.Message):
         token: Global___ClaimToken | None = ...,
         group_id: builtins.str = ...,
         index: builtins.int = ...,
-        retryable: builtins.bool = ...,
+        kind: Global___FailureKind.ValueType = ...,
         error: builtins.str = ...,
         partial: Global___PartialOutput | None = ...,
-        interrupted: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["partial", b"partial", "token", b"token"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["error", b"error", "group_id", b"group_id", "index", b"index", "interrupted", b"interrupted", "partial", b"partial", "retryable", b"retryable", "token", b"token"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["error", b"error", "group_id", b"group_id", "index", b"index", "kind", b"kind", "partial", b"partial", "token", b"token"]) -> None: ...
 
 Global___TrajectoryFailure: typing_extensions.TypeAlias = TrajectoryFailure
 
@@ -1855,6 +1915,7 @@ class FinishGroupRequest(google.protobuf.message.Message):
     PARTITION_FIELD_NUMBER: builtins.int
     GROUP_ID_FIELD_NUMBER: builtins.int
     REQUEST_ID_FIELD_NUMBER: builtins.int
+    EPOCH_FIELD_NUMBER: builtins.int
     run_id: builtins.str
     """Run of the group."""
     partition: builtins.str
@@ -1863,6 +1924,8 @@ class FinishGroupRequest(google.protobuf.message.Message):
     """The group."""
     request_id: builtins.str
     """See the top of this file."""
+    epoch: builtins.int
+    """Epoch of the caller. Unset: a worker's word, accepted under any epoch."""
     def __init__(
         self,
         *,
@@ -1870,8 +1933,11 @@ class FinishGroupRequest(google.protobuf.message.Message):
         partition: builtins.str = ...,
         group_id: builtins.str = ...,
         request_id: builtins.str = ...,
+        epoch: builtins.int | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["group_id", b"group_id", "partition", b"partition", "request_id", b"request_id", "run_id", b"run_id"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_epoch", b"_epoch", "epoch", b"epoch"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_epoch", b"_epoch", "epoch", b"epoch", "group_id", b"group_id", "partition", b"partition", "request_id", b"request_id", "run_id", b"run_id"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_epoch", b"_epoch"]) -> typing.Literal["epoch"] | None: ...
 
 Global___FinishGroupRequest: typing_extensions.TypeAlias = FinishGroupRequest
 
@@ -1904,6 +1970,7 @@ class FailGroupRequest(google.protobuf.message.Message):
     GROUP_ID_FIELD_NUMBER: builtins.int
     ERROR_FIELD_NUMBER: builtins.int
     REQUEST_ID_FIELD_NUMBER: builtins.int
+    EPOCH_FIELD_NUMBER: builtins.int
     run_id: builtins.str
     """Run of the group."""
     partition: builtins.str
@@ -1914,6 +1981,8 @@ class FailGroupRequest(google.protobuf.message.Message):
     """What happened, at most 1 kB kept."""
     request_id: builtins.str
     """See the top of this file."""
+    epoch: builtins.int
+    """Epoch of the caller. Unset: a worker's word, accepted under any epoch."""
     def __init__(
         self,
         *,
@@ -1922,8 +1991,11 @@ class FailGroupRequest(google.protobuf.message.Message):
         group_id: builtins.str = ...,
         error: builtins.str = ...,
         request_id: builtins.str = ...,
+        epoch: builtins.int | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["error", b"error", "group_id", b"group_id", "partition", b"partition", "request_id", b"request_id", "run_id", b"run_id"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_epoch", b"_epoch", "epoch", b"epoch"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_epoch", b"_epoch", "epoch", b"epoch", "error", b"error", "group_id", b"group_id", "partition", b"partition", "request_id", b"request_id", "run_id", b"run_id"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_epoch", b"_epoch"]) -> typing.Literal["epoch"] | None: ...
 
 Global___FailGroupRequest: typing_extensions.TypeAlias = FailGroupRequest
 
@@ -2266,8 +2338,11 @@ class GroupEvent(google.protobuf.message.Message):
     REPLICA_ID_FIELD_NUMBER: builtins.int
     REASONS_FIELD_NUMBER: builtins.int
     TRAJECTORIES_FIELD_NUMBER: builtins.int
+    DONE_FIELD_NUMBER: builtins.int
+    ENGINE_REQUEST_ID_FIELD_NUMBER: builtins.int
+    ATTEMPT_FIELD_NUMBER: builtins.int
     sequence: builtins.int
-    """Position in the run's event sequence, strictly rising from 1."""
+    """Position in the run's event sequence, strictly rising from 1; 0 for PROGRESS."""
     kind: Global___GroupEventKind.ValueType
     """What."""
     partition: builtins.str
@@ -2275,13 +2350,19 @@ class GroupEvent(google.protobuf.message.Message):
     group_id: builtins.str
     """The group."""
     index: builtins.int
-    """The trajectory, for TRAJECTORY_FINISHED."""
+    """The trajectory, for TRAJECTORY_FINISHED and PROGRESS."""
     born_step: builtins.int
     """Born step of the group."""
     replica_id: builtins.str
     """Replica that generated the last segment of the trajectory, for TRAJECTORY_FINISHED, if known."""
     trajectories: builtins.int
     """Number of trajectories, for ADDED (n), STARTED and REISSUED (how many)."""
+    done: builtins.int
+    """Units done so far, for PROGRESS."""
+    engine_request_id: builtins.str
+    """The engine's id of the request, for PROGRESS, if the worker told."""
+    attempt: builtins.int
+    """Attempt, for TRAJECTORY_FINISHED and PROGRESS."""
     @property
     def time(self) -> google.protobuf.timestamp_pb2.Timestamp:
         """When."""
@@ -2308,9 +2389,15 @@ class GroupEvent(google.protobuf.message.Message):
         replica_id: builtins.str = ...,
         reasons: collections.abc.Iterable[Global___EvictionReason.ValueType] | None = ...,
         trajectories: builtins.int = ...,
+        done: builtins.int | None = ...,
+        engine_request_id: builtins.str = ...,
+        attempt: builtins.int = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_index", b"_index", "index", b"index", "time", b"time"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_index", b"_index", "born_step", b"born_step", "group_id", b"group_id", "index", b"index", "kind", b"kind", "lengths", b"lengths", "partition", b"partition", "reasons", b"reasons", "replica_id", b"replica_id", "sequence", b"sequence", "time", b"time", "trajectories", b"trajectories"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_done", b"_done", "_index", b"_index", "done", b"done", "index", b"index", "time", b"time"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_done", b"_done", "_index", b"_index", "attempt", b"attempt", "born_step", b"born_step", "done", b"done", "engine_request_id", b"engine_request_id", "group_id", b"group_id", "index", b"index", "kind", b"kind", "lengths", b"lengths", "partition", b"partition", "reasons", b"reasons", "replica_id", b"replica_id", "sequence", b"sequence", "time", b"time", "trajectories", b"trajectories"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_done", b"_done"]) -> typing.Literal["done"] | None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_index", b"_index"]) -> typing.Literal["index"] | None: ...
 
 Global___GroupEvent: typing_extensions.TypeAlias = GroupEvent
@@ -2498,13 +2585,17 @@ class WaitForSampleableRequest(google.protobuf.message.Message):
     partition: builtins.str
     """Partition to wait on."""
     epoch: builtins.int
-    """Epoch of the caller. Unset: the wait only watches; it evicts nothing and is shown no refill."""
+    """Epoch of the caller. Unset: the wait only watches; it evicts nothing and is shown no refill (but it acts as the
+    trainer's while no epoch was ever opened).
+    """
     step: builtins.int
-    """Step to judge staleness at."""
+    """Step to judge staleness at. Required, at least 0."""
     target: builtins.int
     """Groups wanted, at least 0. 0 returns at once."""
     cursor: builtins.int
-    """Eviction cursor of the caller (see EvictionMetrics); 0 at first, then the next_cursor of the answer before."""
+    """Eviction cursor of the caller (see EvictionMetrics); 0 at first, then the next_cursor of the answer before. Ahead of
+    the buffer's own: INVALID_ARGUMENT / CURSOR_AHEAD.
+    """
     @property
     def max_wait(self) -> google.protobuf.duration_pb2.Duration:
         """Longest time to wait, in wall time. 0 tries once. Unset: as long as the call's deadline allows. If the gRPC deadline
@@ -2521,15 +2612,18 @@ class WaitForSampleableRequest(google.protobuf.message.Message):
         run_id: builtins.str = ...,
         partition: builtins.str = ...,
         epoch: builtins.int | None = ...,
-        step: builtins.int = ...,
+        step: builtins.int | None = ...,
         target: builtins.int = ...,
         max_wait: google.protobuf.duration_pb2.Duration | None = ...,
         cursor: builtins.int = ...,
         progress_interval: google.protobuf.duration_pb2.Duration | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_epoch", b"_epoch", "epoch", b"epoch", "max_wait", b"max_wait", "progress_interval", b"progress_interval"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_epoch", b"_epoch", "cursor", b"cursor", "epoch", b"epoch", "max_wait", b"max_wait", "partition", b"partition", "progress_interval", b"progress_interval", "run_id", b"run_id", "step", b"step", "target", b"target"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_epoch", b"_epoch", "_step", b"_step", "epoch", b"epoch", "max_wait", b"max_wait", "progress_interval", b"progress_interval", "step", b"step"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_epoch", b"_epoch", "_step", b"_step", "cursor", b"cursor", "epoch", b"epoch", "max_wait", b"max_wait", "partition", b"partition", "progress_interval", b"progress_interval", "run_id", b"run_id", "step", b"step", "target", b"target"]) -> None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_epoch", b"_epoch"]) -> typing.Literal["epoch"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_step", b"_step"]) -> typing.Literal["step"] | None: ...
 
 Global___WaitForSampleableRequest: typing_extensions.TypeAlias = WaitForSampleableRequest
 
@@ -2629,7 +2723,7 @@ class SampleRequest(google.protobuf.message.Message):
     epoch: builtins.int
     """Epoch of the caller; unset is allowed only while no epoch was ever opened."""
     step: builtins.int
-    """Step the batch is for."""
+    """Step the batch is for. Required, at least 0."""
     batch: builtins.int
     """Groups wanted, at least 1."""
     cursor: builtins.int
@@ -2639,8 +2733,9 @@ class SampleRequest(google.protobuf.message.Message):
     sample lease time ends.
     """
     request_id: builtins.str
-    """See the top of this file. A repeat gets the same manifest while leased; ALREADY_EXISTS / ALREADY_COMMITTED with the
-    group ids in the metadata after the commit; FAILED_PRECONDITION / LEASE_EXPIRED after expiry.
+    """See the top of this file. A repeat gets the same manifest while leased, and with auto_commit until the lease time ends;
+    ALREADY_EXISTS / ALREADY_COMMITTED with the lease_id in the metadata after the commit (CommitSample then answers the
+    group ids); FAILED_PRECONDITION / LEASE_EXPIRED after expiry, LEASE_RELEASED after ReleaseSample or a newer epoch.
     """
     @property
     def max_wait(self) -> google.protobuf.duration_pb2.Duration:
@@ -2656,7 +2751,7 @@ class SampleRequest(google.protobuf.message.Message):
         run_id: builtins.str = ...,
         partition: builtins.str = ...,
         epoch: builtins.int | None = ...,
-        step: builtins.int = ...,
+        step: builtins.int | None = ...,
         batch: builtins.int = ...,
         max_wait: google.protobuf.duration_pb2.Duration | None = ...,
         cursor: builtins.int = ...,
@@ -2664,9 +2759,12 @@ class SampleRequest(google.protobuf.message.Message):
         auto_commit: builtins.bool = ...,
         request_id: builtins.str = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_epoch", b"_epoch", "epoch", b"epoch", "max_wait", b"max_wait", "progress_interval", b"progress_interval"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_epoch", b"_epoch", "auto_commit", b"auto_commit", "batch", b"batch", "cursor", b"cursor", "epoch", b"epoch", "max_wait", b"max_wait", "partition", b"partition", "progress_interval", b"progress_interval", "request_id", b"request_id", "run_id", b"run_id", "step", b"step"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_epoch", b"_epoch", "_step", b"_step", "epoch", b"epoch", "max_wait", b"max_wait", "progress_interval", b"progress_interval", "step", b"step"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_epoch", b"_epoch", "_step", b"_step", "auto_commit", b"auto_commit", "batch", b"batch", "cursor", b"cursor", "epoch", b"epoch", "max_wait", b"max_wait", "partition", b"partition", "progress_interval", b"progress_interval", "request_id", b"request_id", "run_id", b"run_id", "step", b"step"]) -> None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_epoch", b"_epoch"]) -> typing.Literal["epoch"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_step", b"_step"]) -> typing.Literal["step"] | None: ...
 
 Global___SampleRequest: typing_extensions.TypeAlias = SampleRequest
 
@@ -2721,6 +2819,7 @@ class SampledGroup(google.protobuf.message.Message):
     TAGS_FIELD_NUMBER: builtins.int
     TRAJECTORIES_FIELD_NUMBER: builtins.int
     FAILED_FIELD_NUMBER: builtins.int
+    ERROR_FIELD_NUMBER: builtins.int
     GROUP_SIZE_FIELD_NUMBER: builtins.int
     group_id: builtins.str
     """The group."""
@@ -2728,6 +2827,8 @@ class SampledGroup(google.protobuf.message.Message):
     """Its born step."""
     failed: builtins.bool
     """True for a failed group (validation only)."""
+    error: builtins.str
+    """Error reported last, for a failed group."""
     group_size: builtins.int
     """Number of trajectories it was added with (n)."""
     @property
@@ -2746,11 +2847,32 @@ class SampledGroup(google.protobuf.message.Message):
         tags: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
         trajectories: collections.abc.Iterable[Global___SampledTrajectory] | None = ...,
         failed: builtins.bool = ...,
+        error: builtins.str = ...,
         group_size: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["born_step", b"born_step", "failed", b"failed", "group_id", b"group_id", "group_size", b"group_size", "tags", b"tags", "trajectories", b"trajectories"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["born_step", b"born_step", "error", b"error", "failed", b"failed", "group_id", b"group_id", "group_size", b"group_size", "tags", b"tags", "trajectories", b"trajectories"]) -> None: ...
 
 Global___SampledGroup: typing_extensions.TypeAlias = SampledGroup
+
+@typing.final
+class SampledGroups(google.protobuf.message.Message):
+    """SampledGroups is a part of the batch."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    GROUPS_FIELD_NUMBER: builtins.int
+    @property
+    def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SampledGroup]:
+        """The groups, oldest first over all parts."""
+
+    def __init__(
+        self,
+        *,
+        groups: collections.abc.Iterable[Global___SampledGroup] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["groups", b"groups"]) -> None: ...
+
+Global___SampledGroups: typing_extensions.TypeAlias = SampledGroups
 
 @typing.final
 class SampleDone(google.protobuf.message.Message):
@@ -2777,7 +2899,7 @@ class SampleDone(google.protobuf.message.Message):
     OUTCOME_FIELD_NUMBER: builtins.int
     LEASE_ID_FIELD_NUMBER: builtins.int
     LEASE_FIELD_NUMBER: builtins.int
-    GROUPS_FIELD_NUMBER: builtins.int
+    GROUP_COUNT_FIELD_NUMBER: builtins.int
     DEPTH_FIELD_NUMBER: builtins.int
     EVICTIONS_FIELD_NUMBER: builtins.int
     NEXT_CURSOR_FIELD_NUMBER: builtins.int
@@ -2787,17 +2909,15 @@ class SampleDone(google.protobuf.message.Message):
     """How it ended. Only REACHED carries a lease and groups."""
     lease_id: builtins.str
     """Lease on the groups."""
+    group_count: builtins.int
+    """Groups in all parts together. A stream that brought fewer was torn: repeat it with the same request_id."""
     next_cursor: builtins.int
     """Cursor to send next time."""
     reason: builtins.str
     """One sentence for a person when the batch was not reached."""
     @property
     def lease(self) -> google.protobuf.duration_pb2.Duration:
-        """Time until the lease ends, unless a call with its epoch comes."""
-
-    @property
-    def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SampledGroup]:
-        """The batch, oldest first."""
+        """Time until the lease ends, unless a call with its epoch comes, wall time."""
 
     @property
     def depth(self) -> Global___Depth:
@@ -2819,7 +2939,7 @@ class SampleDone(google.protobuf.message.Message):
         outcome: Global___WaitOutcome.ValueType = ...,
         lease_id: builtins.str = ...,
         lease: google.protobuf.duration_pb2.Duration | None = ...,
-        groups: collections.abc.Iterable[Global___SampledGroup] | None = ...,
+        group_count: builtins.int = ...,
         depth: Global___Depth | None = ...,
         evictions: Global___EvictionMetrics | None = ...,
         next_cursor: builtins.int = ...,
@@ -2827,7 +2947,7 @@ class SampleDone(google.protobuf.message.Message):
         metrics: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["depth", b"depth", "evictions", b"evictions", "lease", b"lease"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["depth", b"depth", "evictions", b"evictions", "groups", b"groups", "lease", b"lease", "lease_id", b"lease_id", "metrics", b"metrics", "next_cursor", b"next_cursor", "outcome", b"outcome", "reason", b"reason"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["depth", b"depth", "evictions", b"evictions", "group_count", b"group_count", "lease", b"lease", "lease_id", b"lease_id", "metrics", b"metrics", "next_cursor", b"next_cursor", "outcome", b"outcome", "reason", b"reason"]) -> None: ...
 
 Global___SampleDone: typing_extensions.TypeAlias = SampleDone
 
@@ -2840,6 +2960,7 @@ class SampleResponse(google.protobuf.message.Message):
     PROGRESS_FIELD_NUMBER: builtins.int
     REFILL_DUE_FIELD_NUMBER: builtins.int
     DONE_FIELD_NUMBER: builtins.int
+    GROUPS_FIELD_NUMBER: builtins.int
     @property
     def progress(self) -> Global___WaitProgress:
         """How it stands."""
@@ -2852,16 +2973,21 @@ class SampleResponse(google.protobuf.message.Message):
     def done(self) -> Global___SampleDone:
         """The final event; nothing follows."""
 
+    @property
+    def groups(self) -> Global___SampledGroups:
+        """A part of the batch, about 1 MiB, before the final event REACHED."""
+
     def __init__(
         self,
         *,
         progress: Global___WaitProgress | None = ...,
         refill_due: Global___RefillDue | None = ...,
         done: Global___SampleDone | None = ...,
+        groups: Global___SampledGroups | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["done", b"done", "event", b"event", "progress", b"progress", "refill_due", b"refill_due"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["done", b"done", "event", b"event", "progress", b"progress", "refill_due", b"refill_due"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["event", b"event"]) -> typing.Literal["progress", "refill_due", "done"] | None: ...
+    def HasField(self, field_name: typing.Literal["done", b"done", "event", b"event", "groups", b"groups", "progress", b"progress", "refill_due", b"refill_due"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["done", b"done", "event", b"event", "groups", b"groups", "progress", b"progress", "refill_due", b"refill_due"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["event", b"event"]) -> typing.Literal["progress", "refill_due", "done", "groups"] | None: ...
 
 Global___SampleResponse: typing_extensions.TypeAlias = SampleResponse
 
@@ -2962,6 +3088,46 @@ class ReleaseSampleResponse(google.protobuf.message.Message):
 Global___ReleaseSampleResponse: typing_extensions.TypeAlias = ReleaseSampleResponse
 
 @typing.final
+class RenewEpochRequest(google.protobuf.message.Message):
+    """RenewEpochRequest extends the leases of an epoch."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: builtins.int
+    EPOCH_FIELD_NUMBER: builtins.int
+    run_id: builtins.str
+    """Run of the leases."""
+    epoch: builtins.int
+    """The epoch."""
+    def __init__(
+        self,
+        *,
+        run_id: builtins.str = ...,
+        epoch: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "run_id", b"run_id"]) -> None: ...
+
+Global___RenewEpochRequest: typing_extensions.TypeAlias = RenewEpochRequest
+
+@typing.final
+class RenewEpochResponse(google.protobuf.message.Message):
+    """RenewEpochResponse counts."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RENEWED_FIELD_NUMBER: builtins.int
+    renewed: builtins.int
+    """Sample leases that were extended."""
+    def __init__(
+        self,
+        *,
+        renewed: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["renewed", b"renewed"]) -> None: ...
+
+Global___RenewEpochResponse: typing_extensions.TypeAlias = RenewEpochResponse
+
+@typing.final
 class RenewSampleRequest(google.protobuf.message.Message):
     """RenewSampleRequest extends a lease."""
 
@@ -2998,7 +3164,7 @@ class RenewSampleResponse(google.protobuf.message.Message):
     LEASE_FIELD_NUMBER: builtins.int
     @property
     def lease(self) -> google.protobuf.duration_pb2.Duration:
-        """Time until the lease ends, unless a call with its epoch comes."""
+        """Time until the lease ends, unless a call with its epoch comes, wall time."""
 
     def __init__(
         self,
@@ -3073,7 +3239,7 @@ class DeclineRefillRequest(google.protobuf.message.Message):
     epoch: builtins.int
     """Epoch of the caller; unset is allowed only while no epoch was ever opened."""
     refill_claim_id: builtins.str
-    """The claim."""
+    """The claim. One that is paid or declined already: OK with 0."""
     def __init__(
         self,
         *,
@@ -3265,7 +3431,7 @@ class PutPayloadResponse(google.protobuf.message.Message):
 
     @property
     def lease(self) -> google.protobuf.duration_pb2.Duration:
-        """How long it is kept unless named."""
+        """How long it is kept unless named, wall time."""
 
     def __init__(
         self,
@@ -3292,16 +3458,20 @@ class GetPayloadsRequest(google.protobuf.message.Message):
     run_id: builtins.str
     """Run of the lease."""
     lease_id: builtins.str
-    """Sample lease that holds the groups. A worker reads a prompt by the claim instead."""
+    """Sample lease that holds the groups; readable until ReleasePayload or the end of the lease time, also after the commit.
+    A worker reads by its claim instead.
+    """
     resume_at: builtins.int
     """Byte position in the concatenation of all refs to start at; 0 from the start. After a torn stream: bytes received."""
     @property
     def claim(self) -> Global___ClaimToken:
-        """Claim that holds the prompt, when lease_id is empty."""
+        """Claim whose prompt or partial outputs are read, when lease_id is empty."""
 
     @property
     def refs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___PayloadRef]:
-        """References to read, in order."""
+        """References to read, in order. Unknown: NOT_FOUND / PAYLOAD_NOT_FOUND; of other groups: PERMISSION_DENIED /
+        PAYLOAD_NOT_IN_LEASE.
+        """
 
     def __init__(
         self,
@@ -3485,8 +3655,11 @@ class ListGroupsResponse(google.protobuf.message.Message):
 
     GROUPS_FIELD_NUMBER: builtins.int
     NEXT_PAGE_TOKEN_FIELD_NUMBER: builtins.int
+    EVENT_SEQUENCE_FIELD_NUMBER: builtins.int
     next_page_token: builtins.str
     """Token for the next page; empty on the last."""
+    event_sequence: builtins.int
+    """Sequence number of the last group event before this page was read."""
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Group]:
         """The groups, in order of arrival."""
@@ -3496,8 +3669,9 @@ class ListGroupsResponse(google.protobuf.message.Message):
         *,
         groups: collections.abc.Iterable[Global___Group] | None = ...,
         next_page_token: builtins.str = ...,
+        event_sequence: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["groups", b"groups", "next_page_token", b"next_page_token"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["event_sequence", b"event_sequence", "groups", b"groups", "next_page_token", b"next_page_token"]) -> None: ...
 
 Global___ListGroupsResponse: typing_extensions.TypeAlias = ListGroupsResponse
 
@@ -3633,7 +3807,9 @@ class CheckpointRequest(google.protobuf.message.Message):
     step: builtins.int
     """Step the checkpoint belongs to."""
     checkpoint_id: builtins.str
-    """Id to give it. Empty: the service chooses one."""
+    """Id to give it. Taken already: OK with the first if the step is the same, else ALREADY_EXISTS / CHECKPOINT_EXISTS.
+    Empty: the service chooses one.
+    """
     def __init__(
         self,
         *,
@@ -3684,21 +3860,25 @@ class RestoreRequest(google.protobuf.message.Message):
     RUN_ID_FIELD_NUMBER: builtins.int
     EPOCH_FIELD_NUMBER: builtins.int
     CHECKPOINT_ID_FIELD_NUMBER: builtins.int
+    REQUEST_ID_FIELD_NUMBER: builtins.int
     run_id: builtins.str
     """Run to replace."""
     epoch: builtins.int
     """Epoch of the caller."""
     checkpoint_id: builtins.str
     """Checkpoint to load."""
+    request_id: builtins.str
+    """See the top of this file: without it, a repeat discards what was admitted after the first."""
     def __init__(
         self,
         *,
         run_id: builtins.str = ...,
         epoch: builtins.int | None = ...,
         checkpoint_id: builtins.str = ...,
+        request_id: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_epoch", b"_epoch", "epoch", b"epoch"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_epoch", b"_epoch", "checkpoint_id", b"checkpoint_id", "epoch", b"epoch", "run_id", b"run_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_epoch", b"_epoch", "checkpoint_id", b"checkpoint_id", "epoch", b"epoch", "request_id", b"request_id", "run_id", b"run_id"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_epoch", b"_epoch"]) -> typing.Literal["epoch"] | None: ...
 
 Global___RestoreRequest: typing_extensions.TypeAlias = RestoreRequest
@@ -3711,8 +3891,11 @@ class RestoreResponse(google.protobuf.message.Message):
 
     COUNTS_FIELD_NUMBER: builtins.int
     STEP_FIELD_NUMBER: builtins.int
+    CURSOR_FIELD_NUMBER: builtins.int
     step: builtins.int
     """The run's current step after the restore."""
+    cursor: builtins.int
+    """Eviction cursor to go on with."""
     @property
     def counts(self) -> Global___GroupCounts:
         """Groups by state after the restore."""
@@ -3722,9 +3905,10 @@ class RestoreResponse(google.protobuf.message.Message):
         *,
         counts: Global___GroupCounts | None = ...,
         step: builtins.int = ...,
+        cursor: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["counts", b"counts"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["counts", b"counts", "step", b"step"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["counts", b"counts", "cursor", b"cursor", "step", b"step"]) -> None: ...
 
 Global___RestoreResponse: typing_extensions.TypeAlias = RestoreResponse
 

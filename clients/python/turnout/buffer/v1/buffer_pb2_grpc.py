@@ -146,6 +146,11 @@ class ReplayBufferStub(object):
                 request_serializer=turnout_dot_buffer_dot_v1_dot_buffer__pb2.ReleaseSampleRequest.SerializeToString,
                 response_deserializer=turnout_dot_buffer_dot_v1_dot_buffer__pb2.ReleaseSampleResponse.FromString,
                 _registered_method=True)
+        self.RenewEpoch = channel.unary_unary(
+                '/turnout.buffer.v1.ReplayBuffer/RenewEpoch',
+                request_serializer=turnout_dot_buffer_dot_v1_dot_buffer__pb2.RenewEpochRequest.SerializeToString,
+                response_deserializer=turnout_dot_buffer_dot_v1_dot_buffer__pb2.RenewEpochResponse.FromString,
+                _registered_method=True)
         self.RenewSample = channel.unary_unary(
                 '/turnout.buffer.v1.ReplayBuffer/RenewSample',
                 request_serializer=turnout_dot_buffer_dot_v1_dot_buffer__pb2.RenewSampleRequest.SerializeToString,
@@ -296,7 +301,8 @@ class ReplayBufferServicer(object):
         """FinishTrajectories settles trajectories with their results. Per-item errors: INVALID_ARGUMENT / EMPTY_TRAJECTORY,
         REWARD_NOT_FINITE, ABORTED_SEGMENT, INDEX_OUT_OF_RANGE; NOT_FOUND / GROUP_NOT_FOUND (never added, or evicted);
         FAILED_PRECONDITION / STALE_CLAIM, GROUP_SAMPLED, GROUP_FAILED, TRAJECTORY_FAILED; ALREADY_EXISTS /
-        TRAJECTORY_SETTLED (a second, different result; the same result again is OK and has no effect).
+        TRAJECTORY_SETTLED (a second, different result). An equal result is OK and has no effect as long as the group is present,
+        sampled included. Equal means: the same fields, maps unordered, payloads by size and CRC.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -311,8 +317,10 @@ class ReplayBufferServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def FailTrajectories(self, request, context):
-        """FailTrajectories reports failed attempts. Retryable ones become pending again with attempt + 1 until the group's
-        attempts are used up; then, or when not retryable, the group fails.
+        """FailTrajectories reports failed attempts. Retryable and interrupted ones become pending again with attempt + 1; when
+        the attempts that count are used up, or the failure is permanent, the group fails. Per-item errors: NOT_FOUND /
+        GROUP_NOT_FOUND; INVALID_ARGUMENT / INDEX_OUT_OF_RANGE, KIND_UNSPECIFIED; FAILED_PRECONDITION / STALE_CLAIM,
+        GROUP_SAMPLED, GROUP_FAILED; ALREADY_EXISTS / TRAJECTORY_SETTLED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -357,7 +365,8 @@ class ReplayBufferServicer(object):
 
     def WatchGroups(self, request, context):
         """WatchGroups streams what happens to groups (added, started, finished, failed, sampled, evicted, progress), from a
-        sequence number on: it replays what is still kept, then follows. The scheduler feeds its policies from it.
+        sequence number on: it replays what is still kept, then follows. The scheduler feeds its policies from it. To start
+        from the present state, read ListGroups and watch from its event_sequence + 1.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -375,7 +384,7 @@ class ReplayBufferServicer(object):
 
     def Sample(self, request, context):
         """Sample waits like WaitForSampleable for `batch` groups, then leases the oldest ones by born step (ties by order of
-        arrival) to the caller. Only the final event REACHED consumes anything.
+        arrival) to the caller. Only the final event REACHED consumes anything. The manifest comes in parts before it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -396,8 +405,16 @@ class ReplayBufferServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RenewEpoch(self, request, context):
+        """RenewEpoch extends every sample lease of the epoch. The switch scheduler calls it with each heartbeat of the trainer.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def RenewSample(self, request, context):
-        """RenewSample extends a sample lease. Every call with the lease's epoch does so too.
+        """RenewSample extends a sample lease. Every call with the lease's epoch does so too, and a parked wait all the time. A
+        lease taken before any epoch was opened is extended by RenewSample alone.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -610,6 +627,11 @@ def add_ReplayBufferServicer_to_server(servicer, server):
                     servicer.ReleaseSample,
                     request_deserializer=turnout_dot_buffer_dot_v1_dot_buffer__pb2.ReleaseSampleRequest.FromString,
                     response_serializer=turnout_dot_buffer_dot_v1_dot_buffer__pb2.ReleaseSampleResponse.SerializeToString,
+            ),
+            'RenewEpoch': grpc.unary_unary_rpc_method_handler(
+                    servicer.RenewEpoch,
+                    request_deserializer=turnout_dot_buffer_dot_v1_dot_buffer__pb2.RenewEpochRequest.FromString,
+                    response_serializer=turnout_dot_buffer_dot_v1_dot_buffer__pb2.RenewEpochResponse.SerializeToString,
             ),
             'RenewSample': grpc.unary_unary_rpc_method_handler(
                     servicer.RenewSample,
@@ -1278,6 +1300,33 @@ class ReplayBuffer(object):
             '/turnout.buffer.v1.ReplayBuffer/ReleaseSample',
             turnout_dot_buffer_dot_v1_dot_buffer__pb2.ReleaseSampleRequest.SerializeToString,
             turnout_dot_buffer_dot_v1_dot_buffer__pb2.ReleaseSampleResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RenewEpoch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/turnout.buffer.v1.ReplayBuffer/RenewEpoch',
+            turnout_dot_buffer_dot_v1_dot_buffer__pb2.RenewEpochRequest.SerializeToString,
+            turnout_dot_buffer_dot_v1_dot_buffer__pb2.RenewEpochResponse.FromString,
             options,
             channel_credentials,
             insecure,

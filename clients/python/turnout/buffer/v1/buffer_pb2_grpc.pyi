@@ -12,12 +12,19 @@ Conventions of this file, which hold for every call:
     engines hold version s - 1.
   * `epoch` is the fencing token of a trainer, see OpenEpoch. A lower epoch than the run's is FAILED_PRECONDITION /
     STALE_EPOCH, a higher one FAILED_PRECONDITION / UNKNOWN_EPOCH. Reads that leave it out never evict.
-  * `request_id` makes a mutation repeatable: the same id with the same content gets the first answer again, the same
-    id with other content INVALID_ARGUMENT / REQUEST_ID_REUSED. OK answers are kept for an hour, at most 100 000 a run.
+  * `request_id`, empty for none, makes a mutation repeatable. It is scoped to (run, call): the same id with the same
+    content gets the first answer again, with other content INVALID_ARGUMENT / REQUEST_ID_REUSED. Content is every field
+    but epoch, max_wait, progress_interval and cursor. Only OK answers that had an effect are kept, for an hour and at most
+    100 000 a run: a Sample that did not end REACHED and an empty ClaimGroups are tried anew. Restore forgets them all.
   * Batch calls answer OK with one ItemOutcome per item, in order; good items are applied. Only a fault of the envelope
     (unknown run, stale epoch, size) refuses the whole call. AddGroups alone is all or nothing.
   * Unknown run: NOT_FOUND / RUN_NOT_FOUND. Unknown partition: NOT_FOUND / PARTITION_NOT_FOUND.
   * Durations are google.protobuf.Duration; negative ones are INVALID_ARGUMENT, huge ones are capped at 30 days.
+  * Domain time is the job's own time. It equals wall time except in tests and demos, where one domain second lasts
+    `time_scale` wall seconds. max_wait, timeout, deadlines and every `lease` in an answer (time left) are wall time; all
+    other durations are domain time.
+  * int64 is a bigint or a string in JavaScript, never a Number. An event or frame whose oneof is unset in a response
+    comes from a newer service and is to be ignored; in a request it is INVALID_ARGUMENT / BAD_FRAME.
 """
 
 import abc
@@ -394,6 +401,22 @@ _ReplayBufferReleaseSampleType = typing_extensions.TypeVar(
     ],
 )
 
+_ReplayBufferRenewEpochType = typing_extensions.TypeVar(
+    '_ReplayBufferRenewEpochType',
+    grpc.UnaryUnaryMultiCallable[
+        turnout.buffer.v1.buffer_pb2.RenewEpochRequest,
+        turnout.buffer.v1.buffer_pb2.RenewEpochResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        turnout.buffer.v1.buffer_pb2.RenewEpochRequest,
+        turnout.buffer.v1.buffer_pb2.RenewEpochResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        turnout.buffer.v1.buffer_pb2.RenewEpochRequest,
+        turnout.buffer.v1.buffer_pb2.RenewEpochResponse,
+    ],
+)
+
 _ReplayBufferRenewSampleType = typing_extensions.TypeVar(
     '_ReplayBufferRenewSampleType',
     grpc.UnaryUnaryMultiCallable[
@@ -618,7 +641,7 @@ _ReplayBufferDeleteCheckpointType = typing_extensions.TypeVar(
     ],
 )
 
-class ReplayBufferStub(typing.Generic[_ReplayBufferCreateRunType, _ReplayBufferGetRunType, _ReplayBufferUpdateRunType, _ReplayBufferDeleteRunType, _ReplayBufferListRunsType, _ReplayBufferOpenEpochType, _ReplayBufferAddGroupsType, _ReplayBufferClaimGroupsType, _ReplayBufferRenewClaimsType, _ReplayBufferFinishTrajectoriesType, _ReplayBufferFinishStreamType, _ReplayBufferFailTrajectoriesType, _ReplayBufferFinishGroupType, _ReplayBufferFailGroupType, _ReplayBufferReportProgressType, _ReplayBufferGetSampleableCountType, _ReplayBufferWatchDepthType, _ReplayBufferWatchGroupsType, _ReplayBufferWaitForSampleableType, _ReplayBufferSampleType, _ReplayBufferCommitSampleType, _ReplayBufferReleaseSampleType, _ReplayBufferRenewSampleType, _ReplayBufferReleasePayloadType, _ReplayBufferDeclineRefillType, _ReplayBufferEvictGroupsType, _ReplayBufferPutPayloadType, _ReplayBufferGetPayloadsType, _ReplayBufferGetGroupType, _ReplayBufferListGroupsType, _ReplayBufferGetLedgerType, _ReplayBufferCheckpointType, _ReplayBufferRestoreType, _ReplayBufferListCheckpointsType, _ReplayBufferVerifyCheckpointType, _ReplayBufferDeleteCheckpointType]):
+class ReplayBufferStub(typing.Generic[_ReplayBufferCreateRunType, _ReplayBufferGetRunType, _ReplayBufferUpdateRunType, _ReplayBufferDeleteRunType, _ReplayBufferListRunsType, _ReplayBufferOpenEpochType, _ReplayBufferAddGroupsType, _ReplayBufferClaimGroupsType, _ReplayBufferRenewClaimsType, _ReplayBufferFinishTrajectoriesType, _ReplayBufferFinishStreamType, _ReplayBufferFailTrajectoriesType, _ReplayBufferFinishGroupType, _ReplayBufferFailGroupType, _ReplayBufferReportProgressType, _ReplayBufferGetSampleableCountType, _ReplayBufferWatchDepthType, _ReplayBufferWatchGroupsType, _ReplayBufferWaitForSampleableType, _ReplayBufferSampleType, _ReplayBufferCommitSampleType, _ReplayBufferReleaseSampleType, _ReplayBufferRenewEpochType, _ReplayBufferRenewSampleType, _ReplayBufferReleasePayloadType, _ReplayBufferDeclineRefillType, _ReplayBufferEvictGroupsType, _ReplayBufferPutPayloadType, _ReplayBufferGetPayloadsType, _ReplayBufferGetGroupType, _ReplayBufferListGroupsType, _ReplayBufferGetLedgerType, _ReplayBufferCheckpointType, _ReplayBufferRestoreType, _ReplayBufferListCheckpointsType, _ReplayBufferVerifyCheckpointType, _ReplayBufferDeleteCheckpointType]):
     """ReplayBuffer keeps the prompt groups of training runs from the moment a prompt is added until its trajectories are
     consumed. A group lives through: pending -> running -> finished | failed, then leased by Sample and committed, or evicted.
     """
@@ -712,6 +735,10 @@ class ReplayBufferStub(typing.Generic[_ReplayBufferCreateRunType, _ReplayBufferG
         grpc.UnaryUnaryMultiCallable[
             turnout.buffer.v1.buffer_pb2.ReleaseSampleRequest,
             turnout.buffer.v1.buffer_pb2.ReleaseSampleResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            turnout.buffer.v1.buffer_pb2.RenewEpochRequest,
+            turnout.buffer.v1.buffer_pb2.RenewEpochResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             turnout.buffer.v1.buffer_pb2.RenewSampleRequest,
@@ -862,6 +889,10 @@ class ReplayBufferStub(typing.Generic[_ReplayBufferCreateRunType, _ReplayBufferG
             turnout.buffer.v1.buffer_pb2.ReleaseSampleResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
+            turnout.buffer.v1.buffer_pb2.RenewEpochRequest,
+            turnout.buffer.v1.buffer_pb2.RenewEpochResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
             turnout.buffer.v1.buffer_pb2.RenewSampleRequest,
             turnout.buffer.v1.buffer_pb2.RenewSampleResponse,
         ],
@@ -961,7 +992,8 @@ class ReplayBufferStub(typing.Generic[_ReplayBufferCreateRunType, _ReplayBufferG
     """FinishTrajectories settles trajectories with their results. Per-item errors: INVALID_ARGUMENT / EMPTY_TRAJECTORY,
     REWARD_NOT_FINITE, ABORTED_SEGMENT, INDEX_OUT_OF_RANGE; NOT_FOUND / GROUP_NOT_FOUND (never added, or evicted);
     FAILED_PRECONDITION / STALE_CLAIM, GROUP_SAMPLED, GROUP_FAILED, TRAJECTORY_FAILED; ALREADY_EXISTS /
-    TRAJECTORY_SETTLED (a second, different result; the same result again is OK and has no effect).
+    TRAJECTORY_SETTLED (a second, different result). An equal result is OK and has no effect as long as the group is present,
+    sampled included. Equal means: the same fields, maps unordered, payloads by size and CRC.
     """
 
     FinishStream: _ReplayBufferFinishStreamType
@@ -970,8 +1002,10 @@ class ReplayBufferStub(typing.Generic[_ReplayBufferCreateRunType, _ReplayBufferG
     """
 
     FailTrajectories: _ReplayBufferFailTrajectoriesType
-    """FailTrajectories reports failed attempts. Retryable ones become pending again with attempt + 1 until the group's
-    attempts are used up; then, or when not retryable, the group fails.
+    """FailTrajectories reports failed attempts. Retryable and interrupted ones become pending again with attempt + 1; when
+    the attempts that count are used up, or the failure is permanent, the group fails. Per-item errors: NOT_FOUND /
+    GROUP_NOT_FOUND; INVALID_ARGUMENT / INDEX_OUT_OF_RANGE, KIND_UNSPECIFIED; FAILED_PRECONDITION / STALE_CLAIM,
+    GROUP_SAMPLED, GROUP_FAILED; ALREADY_EXISTS / TRAJECTORY_SETTLED.
     """
 
     FinishGroup: _ReplayBufferFinishGroupType
@@ -995,7 +1029,8 @@ class ReplayBufferStub(typing.Generic[_ReplayBufferCreateRunType, _ReplayBufferG
 
     WatchGroups: _ReplayBufferWatchGroupsType
     """WatchGroups streams what happens to groups (added, started, finished, failed, sampled, evicted, progress), from a
-    sequence number on: it replays what is still kept, then follows. The scheduler feeds its policies from it.
+    sequence number on: it replays what is still kept, then follows. The scheduler feeds its policies from it. To start
+    from the present state, read ListGroups and watch from its event_sequence + 1.
     """
 
     WaitForSampleable: _ReplayBufferWaitForSampleableType
@@ -1007,7 +1042,7 @@ class ReplayBufferStub(typing.Generic[_ReplayBufferCreateRunType, _ReplayBufferG
 
     Sample: _ReplayBufferSampleType
     """Sample waits like WaitForSampleable for `batch` groups, then leases the oldest ones by born step (ties by order of
-    arrival) to the caller. Only the final event REACHED consumes anything.
+    arrival) to the caller. Only the final event REACHED consumes anything. The manifest comes in parts before it.
     """
 
     CommitSample: _ReplayBufferCommitSampleType
@@ -1018,8 +1053,13 @@ class ReplayBufferStub(typing.Generic[_ReplayBufferCreateRunType, _ReplayBufferG
     ReleaseSample: _ReplayBufferReleaseSampleType
     """ReleaseSample gives leased groups back: they are sampleable again, with their place by age. Repeating it is OK."""
 
+    RenewEpoch: _ReplayBufferRenewEpochType
+    """RenewEpoch extends every sample lease of the epoch. The switch scheduler calls it with each heartbeat of the trainer."""
+
     RenewSample: _ReplayBufferRenewSampleType
-    """RenewSample extends a sample lease. Every call with the lease's epoch does so too."""
+    """RenewSample extends a sample lease. Every call with the lease's epoch does so too, and a parked wait all the time. A
+    lease taken before any epoch was opened is extended by RenewSample alone.
+    """
 
     ReleasePayload: _ReplayBufferReleasePayloadType
     """ReleasePayload says that the payload bytes of a committed lease may go."""
@@ -1155,6 +1195,10 @@ ReplayBufferAsyncStub: typing_extensions.TypeAlias = ReplayBufferStub[
     grpc.aio.UnaryUnaryMultiCallable[
         turnout.buffer.v1.buffer_pb2.ReleaseSampleRequest,
         turnout.buffer.v1.buffer_pb2.ReleaseSampleResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        turnout.buffer.v1.buffer_pb2.RenewEpochRequest,
+        turnout.buffer.v1.buffer_pb2.RenewEpochResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         turnout.buffer.v1.buffer_pb2.RenewSampleRequest,
@@ -1311,7 +1355,8 @@ class ReplayBufferServicer(metaclass=abc.ABCMeta):
         """FinishTrajectories settles trajectories with their results. Per-item errors: INVALID_ARGUMENT / EMPTY_TRAJECTORY,
         REWARD_NOT_FINITE, ABORTED_SEGMENT, INDEX_OUT_OF_RANGE; NOT_FOUND / GROUP_NOT_FOUND (never added, or evicted);
         FAILED_PRECONDITION / STALE_CLAIM, GROUP_SAMPLED, GROUP_FAILED, TRAJECTORY_FAILED; ALREADY_EXISTS /
-        TRAJECTORY_SETTLED (a second, different result; the same result again is OK and has no effect).
+        TRAJECTORY_SETTLED (a second, different result). An equal result is OK and has no effect as long as the group is present,
+        sampled included. Equal means: the same fields, maps unordered, payloads by size and CRC.
         """
 
     @abc.abstractmethod
@@ -1330,8 +1375,10 @@ class ReplayBufferServicer(metaclass=abc.ABCMeta):
         request: turnout.buffer.v1.buffer_pb2.FailTrajectoriesRequest,
         context: _ServicerContext,
     ) -> typing.Union[turnout.buffer.v1.buffer_pb2.FailTrajectoriesResponse, collections.abc.Awaitable[turnout.buffer.v1.buffer_pb2.FailTrajectoriesResponse]]:
-        """FailTrajectories reports failed attempts. Retryable ones become pending again with attempt + 1 until the group's
-        attempts are used up; then, or when not retryable, the group fails.
+        """FailTrajectories reports failed attempts. Retryable and interrupted ones become pending again with attempt + 1; when
+        the attempts that count are used up, or the failure is permanent, the group fails. Per-item errors: NOT_FOUND /
+        GROUP_NOT_FOUND; INVALID_ARGUMENT / INDEX_OUT_OF_RANGE, KIND_UNSPECIFIED; FAILED_PRECONDITION / STALE_CLAIM,
+        GROUP_SAMPLED, GROUP_FAILED; ALREADY_EXISTS / TRAJECTORY_SETTLED.
         """
 
     @abc.abstractmethod
@@ -1385,7 +1432,8 @@ class ReplayBufferServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[turnout.buffer.v1.buffer_pb2.WatchGroupsResponse], collections.abc.AsyncIterator[turnout.buffer.v1.buffer_pb2.WatchGroupsResponse]]:
         """WatchGroups streams what happens to groups (added, started, finished, failed, sampled, evicted, progress), from a
-        sequence number on: it replays what is still kept, then follows. The scheduler feeds its policies from it.
+        sequence number on: it replays what is still kept, then follows. The scheduler feeds its policies from it. To start
+        from the present state, read ListGroups and watch from its event_sequence + 1.
         """
 
     @abc.abstractmethod
@@ -1407,7 +1455,7 @@ class ReplayBufferServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[turnout.buffer.v1.buffer_pb2.SampleResponse], collections.abc.AsyncIterator[turnout.buffer.v1.buffer_pb2.SampleResponse]]:
         """Sample waits like WaitForSampleable for `batch` groups, then leases the oldest ones by born step (ties by order of
-        arrival) to the caller. Only the final event REACHED consumes anything.
+        arrival) to the caller. Only the final event REACHED consumes anything. The manifest comes in parts before it.
         """
 
     @abc.abstractmethod
@@ -1429,12 +1477,22 @@ class ReplayBufferServicer(metaclass=abc.ABCMeta):
         """ReleaseSample gives leased groups back: they are sampleable again, with their place by age. Repeating it is OK."""
 
     @abc.abstractmethod
+    def RenewEpoch(
+        self,
+        request: turnout.buffer.v1.buffer_pb2.RenewEpochRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[turnout.buffer.v1.buffer_pb2.RenewEpochResponse, collections.abc.Awaitable[turnout.buffer.v1.buffer_pb2.RenewEpochResponse]]:
+        """RenewEpoch extends every sample lease of the epoch. The switch scheduler calls it with each heartbeat of the trainer."""
+
+    @abc.abstractmethod
     def RenewSample(
         self,
         request: turnout.buffer.v1.buffer_pb2.RenewSampleRequest,
         context: _ServicerContext,
     ) -> typing.Union[turnout.buffer.v1.buffer_pb2.RenewSampleResponse, collections.abc.Awaitable[turnout.buffer.v1.buffer_pb2.RenewSampleResponse]]:
-        """RenewSample extends a sample lease. Every call with the lease's epoch does so too."""
+        """RenewSample extends a sample lease. Every call with the lease's epoch does so too, and a parked wait all the time. A
+        lease taken before any epoch was opened is extended by RenewSample alone.
+        """
 
     @abc.abstractmethod
     def ReleasePayload(

@@ -10,14 +10,22 @@ Conventions of this file, which hold for every call:
     and holds the Operation. If some did not, the status is the gravest of theirs (DEADLINE_EXCEEDED, UNAVAILABLE,
     ABORTED or FAILED_PRECONDITION) with ErrorInfo reason PARTIAL and metadata operation_id, failed (a count) and up to
     16 entries failure.<n> = "<replica_id>: <REASON>"; GetOperation tells every replica's outcome. Repeating the call
-    acts only on what is left.
+    acts only on what is left. <n> counts from 0.
+  * Unknown lends and updates are NOT_FOUND / LEND_UNKNOWN, UPDATE_UNKNOWN; ended ones FAILED_PRECONDITION / LEND_CLOSED,
+    UPDATE_CLOSED, except that repeating the call that ended one is OK.
+  * Domain time is the job's own time. It equals wall time except in tests and demos, where one domain second lasts
+    `time_scale` wall seconds. max_wait, timeout, deadlines and every `lease` in an answer (time left) are wall time; all
+    other durations are domain time.
+  * int64 is a bigint or a string in JavaScript, never a Number. An event or frame whose oneof is unset in a response
+    comes from a newer service and is to be ignored; in a request it is INVALID_ARGUMENT / BAD_FRAME.
   * A call that is wrong for the state of a replica (unknown tag, sleeping weights, ...) is refused for that replica
     before anything reaches an engine.
   * Ids are opaque UTF-8 strings of the caller: 1 to 512 bytes, no control characters.
   * `epoch` is the trainer's fencing token, see OpenEpoch: unset is allowed only while none was ever opened; lower than
     the run's is FAILED_PRECONDITION / STALE_EPOCH, higher FAILED_PRECONDITION / UNKNOWN_EPOCH.
-  * `request_id` makes a mutation repeatable: a repeat with the same content gets the first answer, with other content
-    INVALID_ARGUMENT / REQUEST_ID_REUSED.
+  * `request_id`, empty for none, makes a mutation repeatable. It is scoped to (run, call): the same id with the same
+    content gets the first answer again, with other content INVALID_ARGUMENT / REQUEST_ID_REUSED. Content is every field
+    but epoch and timeout. OK answers are kept for an hour, at most 100 000.
   * One controller serves one run: another run_id is NOT_FOUND / RUN_NOT_FOUND. The first OpenEpoch or Register binds it,
     unless the service was started for a named run.
   * Tags name the kinds of memory an engine can give up: "weights", "kv_cache", and what else it declares. They are
@@ -590,11 +598,11 @@ class Replica(google.protobuf.message.Message):
     weights: Global___WeightsState.ValueType
     """What the weight memory holds."""
     weight_version: builtins.int
-    """Version of the base weights."""
+    """Version of the base weights. Unset while there are none."""
     adapter_version: builtins.int
     """Version of the adapter, if any."""
     cache_version: builtins.int
-    """Weight version the caches were filled under; below weight_version, they must be reset."""
+    """Weight version the caches were filled under; other than weight_version, they must be reset. Unset while there are none."""
     running: builtins.int
     """Requests running in the engine for this controller, never negative."""
     parked: builtins.int
@@ -637,9 +645,9 @@ class Replica(google.protobuf.message.Message):
         paused: builtins.bool = ...,
         pause_mode: Global___PauseMode.ValueType = ...,
         weights: Global___WeightsState.ValueType = ...,
-        weight_version: builtins.int = ...,
+        weight_version: builtins.int | None = ...,
         adapter_version: builtins.int | None = ...,
-        cache_version: builtins.int = ...,
+        cache_version: builtins.int | None = ...,
         running: builtins.int = ...,
         parked: builtins.int = ...,
         lend_id: builtins.str = ...,
@@ -649,12 +657,16 @@ class Replica(google.protobuf.message.Message):
         capabilities: collections.abc.Iterable[builtins.str] | None = ...,
         reason: builtins.str = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_adapter_version", b"_adapter_version", "_memory_bytes", b"_memory_bytes", "adapter_version", b"adapter_version", "memory_bytes", b"memory_bytes", "spec", b"spec"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_adapter_version", b"_adapter_version", "_memory_bytes", b"_memory_bytes", "adapter_version", b"adapter_version", "cache_version", b"cache_version", "capabilities", b"capabilities", "confirmed_free", b"confirmed_free", "declared_tags", b"declared_tags", "health", b"health", "lend_id", b"lend_id", "memory_bytes", b"memory_bytes", "parked", b"parked", "pause_mode", b"pause_mode", "paused", b"paused", "reason", b"reason", "resident_tags", b"resident_tags", "route", b"route", "running", b"running", "sleep_level", b"sleep_level", "spec", b"spec", "update_id", b"update_id", "weight_version", b"weight_version", "weights", b"weights"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_adapter_version", b"_adapter_version", "_cache_version", b"_cache_version", "_memory_bytes", b"_memory_bytes", "_weight_version", b"_weight_version", "adapter_version", b"adapter_version", "cache_version", b"cache_version", "memory_bytes", b"memory_bytes", "spec", b"spec", "weight_version", b"weight_version"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_adapter_version", b"_adapter_version", "_cache_version", b"_cache_version", "_memory_bytes", b"_memory_bytes", "_weight_version", b"_weight_version", "adapter_version", b"adapter_version", "cache_version", b"cache_version", "capabilities", b"capabilities", "confirmed_free", b"confirmed_free", "declared_tags", b"declared_tags", "health", b"health", "lend_id", b"lend_id", "memory_bytes", b"memory_bytes", "parked", b"parked", "pause_mode", b"pause_mode", "paused", b"paused", "reason", b"reason", "resident_tags", b"resident_tags", "route", b"route", "running", b"running", "sleep_level", b"sleep_level", "spec", b"spec", "update_id", b"update_id", "weight_version", b"weight_version", "weights", b"weights"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_adapter_version", b"_adapter_version"]) -> typing.Literal["adapter_version"] | None: ...
     @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_cache_version", b"_cache_version"]) -> typing.Literal["cache_version"] | None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_memory_bytes", b"_memory_bytes"]) -> typing.Literal["memory_bytes"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_weight_version", b"_weight_version"]) -> typing.Literal["weight_version"] | None: ...
 
 Global___Replica: typing_extensions.TypeAlias = Replica
 
@@ -847,17 +859,21 @@ class OpenEpochResponse(google.protobuf.message.Message):
 
     EPOCH_FIELD_NUMBER: builtins.int
     INCARNATION_FIELD_NUMBER: builtins.int
+    TIME_SCALE_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     """The run's epoch from now on."""
     incarnation: builtins.str
     """Incarnation of the controller."""
+    time_scale: builtins.float
+    """Wall seconds per domain second; 1 outside tests and demos."""
     def __init__(
         self,
         *,
         epoch: builtins.int = ...,
         incarnation: builtins.str = ...,
+        time_scale: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "incarnation", b"incarnation"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "incarnation", b"incarnation", "time_scale", b"time_scale"]) -> None: ...
 
 Global___OpenEpochResponse: typing_extensions.TypeAlias = OpenEpochResponse
 
@@ -870,10 +886,13 @@ class RegisterRequest(google.protobuf.message.Message):
     RUN_ID_FIELD_NUMBER: builtins.int
     SPEC_FIELD_NUMBER: builtins.int
     REQUEST_ID_FIELD_NUMBER: builtins.int
+    EPOCH_FIELD_NUMBER: builtins.int
     run_id: builtins.str
     """The run."""
     request_id: builtins.str
     """See the top of this file."""
+    epoch: builtins.int
+    """Epoch of the caller. Unset: an operator's or the replica's own word, accepted under any epoch."""
     @property
     def spec(self) -> Global___ReplicaSpec:
         """The replica."""
@@ -884,9 +903,11 @@ class RegisterRequest(google.protobuf.message.Message):
         run_id: builtins.str = ...,
         spec: Global___ReplicaSpec | None = ...,
         request_id: builtins.str = ...,
+        epoch: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["spec", b"spec"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["request_id", b"request_id", "run_id", b"run_id", "spec", b"spec"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_epoch", b"_epoch", "epoch", b"epoch", "spec", b"spec"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_epoch", b"_epoch", "epoch", b"epoch", "request_id", b"request_id", "run_id", b"run_id", "spec", b"spec"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_epoch", b"_epoch"]) -> typing.Literal["epoch"] | None: ...
 
 Global___RegisterRequest: typing_extensions.TypeAlias = RegisterRequest
 
@@ -920,20 +941,26 @@ class DeregisterRequest(google.protobuf.message.Message):
     RUN_ID_FIELD_NUMBER: builtins.int
     REPLICA_ID_FIELD_NUMBER: builtins.int
     REQUEST_ID_FIELD_NUMBER: builtins.int
+    EPOCH_FIELD_NUMBER: builtins.int
     run_id: builtins.str
     """The run."""
     replica_id: builtins.str
     """The replica."""
     request_id: builtins.str
     """See the top of this file."""
+    epoch: builtins.int
+    """Epoch of the caller. Unset: an operator's or the replica's own word, accepted under any epoch."""
     def __init__(
         self,
         *,
         run_id: builtins.str = ...,
         replica_id: builtins.str = ...,
         request_id: builtins.str = ...,
+        epoch: builtins.int | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["replica_id", b"replica_id", "request_id", b"request_id", "run_id", b"run_id"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_epoch", b"_epoch", "epoch", b"epoch"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_epoch", b"_epoch", "epoch", b"epoch", "replica_id", b"replica_id", "request_id", b"request_id", "run_id", b"run_id"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_epoch", b"_epoch"]) -> typing.Literal["epoch"] | None: ...
 
 Global___DeregisterRequest: typing_extensions.TypeAlias = DeregisterRequest
 
@@ -1069,6 +1096,7 @@ class SleepRequest(google.protobuf.message.Message):
     LEVEL_FIELD_NUMBER: builtins.int
     MODE_FIELD_NUMBER: builtins.int
     TIMEOUT_FIELD_NUMBER: builtins.int
+    REQUEST_ID_FIELD_NUMBER: builtins.int
     run_id: builtins.str
     """The run."""
     epoch: builtins.int
@@ -1077,6 +1105,8 @@ class SleepRequest(google.protobuf.message.Message):
     """How deep. Default AUTO."""
     mode: Global___PauseMode.ValueType
     """What happens to running requests. KEEP is INVALID_ARGUMENT: their KV would be lost. Default ABORT."""
+    request_id: builtins.str
+    """See the top of this file; after PARTIAL, a repeat goes on with what is left of that operation."""
     @property
     def selector(self) -> Global___ReplicaSelector:
         """Which replicas."""
@@ -1094,9 +1124,10 @@ class SleepRequest(google.protobuf.message.Message):
         level: Global___SleepLevel.ValueType = ...,
         mode: Global___PauseMode.ValueType = ...,
         timeout: google.protobuf.duration_pb2.Duration | None = ...,
+        request_id: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_epoch", b"_epoch", "epoch", b"epoch", "selector", b"selector", "timeout", b"timeout"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_epoch", b"_epoch", "epoch", b"epoch", "level", b"level", "mode", b"mode", "run_id", b"run_id", "selector", b"selector", "timeout", b"timeout"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_epoch", b"_epoch", "epoch", b"epoch", "level", b"level", "mode", b"mode", "request_id", b"request_id", "run_id", b"run_id", "selector", b"selector", "timeout", b"timeout"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_epoch", b"_epoch"]) -> typing.Literal["epoch"] | None: ...
 
 Global___SleepRequest: typing_extensions.TypeAlias = SleepRequest
@@ -1153,10 +1184,13 @@ class WakeUpRequest(google.protobuf.message.Message):
     SELECTOR_FIELD_NUMBER: builtins.int
     TAGS_FIELD_NUMBER: builtins.int
     TIMEOUT_FIELD_NUMBER: builtins.int
+    REQUEST_ID_FIELD_NUMBER: builtins.int
     run_id: builtins.str
     """The run."""
     epoch: builtins.int
     """Epoch of the caller."""
+    request_id: builtins.str
+    """See the top of this file; after PARTIAL, a repeat goes on with what is left of that operation."""
     @property
     def selector(self) -> Global___ReplicaSelector:
         """Which replicas."""
@@ -1177,9 +1211,10 @@ class WakeUpRequest(google.protobuf.message.Message):
         selector: Global___ReplicaSelector | None = ...,
         tags: Global___TagList | None = ...,
         timeout: google.protobuf.duration_pb2.Duration | None = ...,
+        request_id: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_epoch", b"_epoch", "epoch", b"epoch", "selector", b"selector", "tags", b"tags", "timeout", b"timeout"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_epoch", b"_epoch", "epoch", b"epoch", "run_id", b"run_id", "selector", b"selector", "tags", b"tags", "timeout", b"timeout"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_epoch", b"_epoch", "epoch", b"epoch", "request_id", b"request_id", "run_id", b"run_id", "selector", b"selector", "tags", b"tags", "timeout", b"timeout"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_epoch", b"_epoch"]) -> typing.Literal["epoch"] | None: ...
 
 Global___WakeUpRequest: typing_extensions.TypeAlias = WakeUpRequest
@@ -1215,10 +1250,13 @@ class ReleaseKvCacheRequest(google.protobuf.message.Message):
     EPOCH_FIELD_NUMBER: builtins.int
     SELECTOR_FIELD_NUMBER: builtins.int
     TIMEOUT_FIELD_NUMBER: builtins.int
+    REQUEST_ID_FIELD_NUMBER: builtins.int
     run_id: builtins.str
     """The run."""
     epoch: builtins.int
     """Epoch of the caller."""
+    request_id: builtins.str
+    """See the top of this file; after PARTIAL, a repeat goes on with what is left of that operation."""
     @property
     def selector(self) -> Global___ReplicaSelector:
         """Which replicas."""
@@ -1234,9 +1272,10 @@ class ReleaseKvCacheRequest(google.protobuf.message.Message):
         epoch: builtins.int | None = ...,
         selector: Global___ReplicaSelector | None = ...,
         timeout: google.protobuf.duration_pb2.Duration | None = ...,
+        request_id: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_epoch", b"_epoch", "epoch", b"epoch", "selector", b"selector", "timeout", b"timeout"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_epoch", b"_epoch", "epoch", b"epoch", "run_id", b"run_id", "selector", b"selector", "timeout", b"timeout"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_epoch", b"_epoch", "epoch", b"epoch", "request_id", b"request_id", "run_id", b"run_id", "selector", b"selector", "timeout", b"timeout"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_epoch", b"_epoch"]) -> typing.Literal["epoch"] | None: ...
 
 Global___ReleaseKvCacheRequest: typing_extensions.TypeAlias = ReleaseKvCacheRequest
@@ -1272,10 +1311,13 @@ class ResumeKvCacheRequest(google.protobuf.message.Message):
     EPOCH_FIELD_NUMBER: builtins.int
     SELECTOR_FIELD_NUMBER: builtins.int
     TIMEOUT_FIELD_NUMBER: builtins.int
+    REQUEST_ID_FIELD_NUMBER: builtins.int
     run_id: builtins.str
     """The run."""
     epoch: builtins.int
     """Epoch of the caller."""
+    request_id: builtins.str
+    """See the top of this file; after PARTIAL, a repeat goes on with what is left of that operation."""
     @property
     def selector(self) -> Global___ReplicaSelector:
         """Which replicas."""
@@ -1291,9 +1333,10 @@ class ResumeKvCacheRequest(google.protobuf.message.Message):
         epoch: builtins.int | None = ...,
         selector: Global___ReplicaSelector | None = ...,
         timeout: google.protobuf.duration_pb2.Duration | None = ...,
+        request_id: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_epoch", b"_epoch", "epoch", b"epoch", "selector", b"selector", "timeout", b"timeout"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_epoch", b"_epoch", "epoch", b"epoch", "run_id", b"run_id", "selector", b"selector", "timeout", b"timeout"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_epoch", b"_epoch", "epoch", b"epoch", "request_id", b"request_id", "run_id", b"run_id", "selector", b"selector", "timeout", b"timeout"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_epoch", b"_epoch"]) -> typing.Literal["epoch"] | None: ...
 
 Global___ResumeKvCacheRequest: typing_extensions.TypeAlias = ResumeKvCacheRequest
@@ -1331,6 +1374,7 @@ class PauseRequest(google.protobuf.message.Message):
     MODE_FIELD_NUMBER: builtins.int
     CLEAR_CACHE_FIELD_NUMBER: builtins.int
     TIMEOUT_FIELD_NUMBER: builtins.int
+    REQUEST_ID_FIELD_NUMBER: builtins.int
     run_id: builtins.str
     """The run."""
     epoch: builtins.int
@@ -1339,6 +1383,8 @@ class PauseRequest(google.protobuf.message.Message):
     """What happens to running requests. Default ABORT."""
     clear_cache: builtins.bool
     """Whether the prefix cache is emptied too; with KEEP, frozen requests are then recomputed. Default true."""
+    request_id: builtins.str
+    """See the top of this file; after PARTIAL, a repeat goes on with what is left of that operation."""
     @property
     def selector(self) -> Global___ReplicaSelector:
         """Which replicas."""
@@ -1356,9 +1402,10 @@ class PauseRequest(google.protobuf.message.Message):
         mode: Global___PauseMode.ValueType = ...,
         clear_cache: builtins.bool | None = ...,
         timeout: google.protobuf.duration_pb2.Duration | None = ...,
+        request_id: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_clear_cache", b"_clear_cache", "_epoch", b"_epoch", "clear_cache", b"clear_cache", "epoch", b"epoch", "selector", b"selector", "timeout", b"timeout"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_clear_cache", b"_clear_cache", "_epoch", b"_epoch", "clear_cache", b"clear_cache", "epoch", b"epoch", "mode", b"mode", "run_id", b"run_id", "selector", b"selector", "timeout", b"timeout"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_clear_cache", b"_clear_cache", "_epoch", b"_epoch", "clear_cache", b"clear_cache", "epoch", b"epoch", "mode", b"mode", "request_id", b"request_id", "run_id", b"run_id", "selector", b"selector", "timeout", b"timeout"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_clear_cache", b"_clear_cache"]) -> typing.Literal["clear_cache"] | None: ...
     @typing.overload
@@ -1397,10 +1444,13 @@ class ResumeRequest(google.protobuf.message.Message):
     EPOCH_FIELD_NUMBER: builtins.int
     SELECTOR_FIELD_NUMBER: builtins.int
     TIMEOUT_FIELD_NUMBER: builtins.int
+    REQUEST_ID_FIELD_NUMBER: builtins.int
     run_id: builtins.str
     """The run."""
     epoch: builtins.int
     """Epoch of the caller."""
+    request_id: builtins.str
+    """See the top of this file; after PARTIAL, a repeat goes on with what is left of that operation."""
     @property
     def selector(self) -> Global___ReplicaSelector:
         """Which replicas."""
@@ -1416,9 +1466,10 @@ class ResumeRequest(google.protobuf.message.Message):
         epoch: builtins.int | None = ...,
         selector: Global___ReplicaSelector | None = ...,
         timeout: google.protobuf.duration_pb2.Duration | None = ...,
+        request_id: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_epoch", b"_epoch", "epoch", b"epoch", "selector", b"selector", "timeout", b"timeout"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_epoch", b"_epoch", "epoch", b"epoch", "run_id", b"run_id", "selector", b"selector", "timeout", b"timeout"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_epoch", b"_epoch", "epoch", b"epoch", "request_id", b"request_id", "run_id", b"run_id", "selector", b"selector", "timeout", b"timeout"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_epoch", b"_epoch"]) -> typing.Literal["epoch"] | None: ...
 
 Global___ResumeRequest: typing_extensions.TypeAlias = ResumeRequest
@@ -1457,6 +1508,7 @@ class ResetCachesRequest(google.protobuf.message.Message):
     RESET_RUNNING_REQUESTS_FIELD_NUMBER: builtins.int
     RESET_CONNECTORS_FIELD_NUMBER: builtins.int
     TIMEOUT_FIELD_NUMBER: builtins.int
+    REQUEST_ID_FIELD_NUMBER: builtins.int
     run_id: builtins.str
     """The run."""
     epoch: builtins.int
@@ -1465,6 +1517,8 @@ class ResetCachesRequest(google.protobuf.message.Message):
     """Whether running requests give up their blocks and are recomputed, so that the reset cannot be busy."""
     reset_connectors: builtins.bool
     """Whether external KV connectors are emptied too."""
+    request_id: builtins.str
+    """See the top of this file; after PARTIAL, a repeat goes on with what is left of that operation."""
     @property
     def selector(self) -> Global___ReplicaSelector:
         """Which replicas."""
@@ -1487,9 +1541,10 @@ class ResetCachesRequest(google.protobuf.message.Message):
         reset_running_requests: builtins.bool = ...,
         reset_connectors: builtins.bool = ...,
         timeout: google.protobuf.duration_pb2.Duration | None = ...,
+        request_id: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_epoch", b"_epoch", "epoch", b"epoch", "selector", b"selector", "timeout", b"timeout"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_epoch", b"_epoch", "caches", b"caches", "epoch", b"epoch", "reset_connectors", b"reset_connectors", "reset_running_requests", b"reset_running_requests", "run_id", b"run_id", "selector", b"selector", "timeout", b"timeout"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_epoch", b"_epoch", "caches", b"caches", "epoch", b"epoch", "request_id", b"request_id", "reset_connectors", b"reset_connectors", "reset_running_requests", b"reset_running_requests", "run_id", b"run_id", "selector", b"selector", "timeout", b"timeout"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_epoch", b"_epoch"]) -> typing.Literal["epoch"] | None: ...
 
 Global___ResetCachesRequest: typing_extensions.TypeAlias = ResetCachesRequest
@@ -1581,6 +1636,7 @@ class CollectiveRpcRequest(google.protobuf.message.Message):
     ARGUMENTS_JSON_FIELD_NUMBER: builtins.int
     SHARD_FIELD_NUMBER: builtins.int
     TIMEOUT_FIELD_NUMBER: builtins.int
+    REQUEST_ID_FIELD_NUMBER: builtins.int
     run_id: builtins.str
     """The run."""
     epoch: builtins.int
@@ -1591,6 +1647,8 @@ class CollectiveRpcRequest(google.protobuf.message.Message):
     """Positional and named arguments as one JSON object {"args": [...], "kwargs": {...}}; empty: none."""
     shard: builtins.int
     """One shard only. Unset: all of them; reaching fewer is a failure."""
+    request_id: builtins.str
+    """See the top of this file; after PARTIAL, a repeat goes on with what is left of that operation."""
     @property
     def selector(self) -> Global___ReplicaSelector:
         """Which replicas."""
@@ -1609,9 +1667,10 @@ class CollectiveRpcRequest(google.protobuf.message.Message):
         arguments_json: builtins.str = ...,
         shard: builtins.int | None = ...,
         timeout: google.protobuf.duration_pb2.Duration | None = ...,
+        request_id: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_epoch", b"_epoch", "_shard", b"_shard", "epoch", b"epoch", "selector", b"selector", "shard", b"shard", "timeout", b"timeout"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_epoch", b"_epoch", "_shard", b"_shard", "arguments_json", b"arguments_json", "epoch", b"epoch", "method", b"method", "run_id", b"run_id", "selector", b"selector", "shard", b"shard", "timeout", b"timeout"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_epoch", b"_epoch", "_shard", b"_shard", "arguments_json", b"arguments_json", "epoch", b"epoch", "method", b"method", "request_id", b"request_id", "run_id", b"run_id", "selector", b"selector", "shard", b"shard", "timeout", b"timeout"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_epoch", b"_epoch"]) -> typing.Literal["epoch"] | None: ...
     @typing.overload
@@ -1930,7 +1989,7 @@ class ReplicaLayout(google.protobuf.message.Message):
     replica_id: builtins.str
     """The replica."""
     weight_version: builtins.int
-    """Version it holds now."""
+    """Version it holds now. Unset if it holds none."""
     @property
     def ranks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___RankLayout]:
         """Its ranks."""
@@ -1940,9 +1999,11 @@ class ReplicaLayout(google.protobuf.message.Message):
         *,
         replica_id: builtins.str = ...,
         ranks: collections.abc.Iterable[Global___RankLayout] | None = ...,
-        weight_version: builtins.int = ...,
+        weight_version: builtins.int | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["ranks", b"ranks", "replica_id", b"replica_id", "weight_version", b"weight_version"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_weight_version", b"_weight_version", "weight_version", b"weight_version"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_weight_version", b"_weight_version", "ranks", b"ranks", "replica_id", b"replica_id", "weight_version", b"weight_version"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_weight_version", b"_weight_version"]) -> typing.Literal["weight_version"] | None: ...
 
 Global___ReplicaLayout: typing_extensions.TypeAlias = ReplicaLayout
 
@@ -1962,6 +2023,7 @@ class BeginWeightUpdateRequest(google.protobuf.message.Message):
     ADAPTER_FIELD_NUMBER: builtins.int
     TIMEOUT_FIELD_NUMBER: builtins.int
     REQUEST_ID_FIELD_NUMBER: builtins.int
+    ALLOW_OLDER_FIELD_NUMBER: builtins.int
     run_id: builtins.str
     """The run."""
     epoch: builtins.int
@@ -1978,6 +2040,8 @@ class BeginWeightUpdateRequest(google.protobuf.message.Message):
     """True: the adapter is updated, the base stays."""
     request_id: builtins.str
     """See the top of this file."""
+    allow_older: builtins.bool
+    """True: the version may be below what a replica holds (a trainer that resumed from an older checkpoint)."""
     @property
     def selector(self) -> Global___ReplicaSelector:
         """Which replicas."""
@@ -1999,9 +2063,10 @@ class BeginWeightUpdateRequest(google.protobuf.message.Message):
         adapter: builtins.bool = ...,
         timeout: google.protobuf.duration_pb2.Duration | None = ...,
         request_id: builtins.str = ...,
+        allow_older: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_epoch", b"_epoch", "epoch", b"epoch", "selector", b"selector", "timeout", b"timeout"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_epoch", b"_epoch", "adapter", b"adapter", "epoch", b"epoch", "in_flight", b"in_flight", "kind", b"kind", "request_id", b"request_id", "run_id", b"run_id", "selector", b"selector", "staggered", b"staggered", "timeout", b"timeout", "weight_version", b"weight_version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_epoch", b"_epoch", "adapter", b"adapter", "allow_older", b"allow_older", "epoch", b"epoch", "in_flight", b"in_flight", "kind", b"kind", "request_id", b"request_id", "run_id", b"run_id", "selector", b"selector", "staggered", b"staggered", "timeout", b"timeout", "weight_version", b"weight_version"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_epoch", b"_epoch"]) -> typing.Literal["epoch"] | None: ...
 
 Global___BeginWeightUpdateRequest: typing_extensions.TypeAlias = BeginWeightUpdateRequest
@@ -2016,8 +2081,11 @@ class BeginWeightUpdateResponse(google.protobuf.message.Message):
     WAVE_FIELD_NUMBER: builtins.int
     REMAINING_FIELD_NUMBER: builtins.int
     OPERATION_FIELD_NUMBER: builtins.int
+    WAVE_INDEX_FIELD_NUMBER: builtins.int
     update_id: builtins.str
     """Id of the transaction."""
+    wave_index: builtins.int
+    """Number of the wave: 0."""
     @property
     def wave(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ReplicaLayout]:
         """Replicas of the first wave."""
@@ -2039,9 +2107,10 @@ class BeginWeightUpdateResponse(google.protobuf.message.Message):
         wave: collections.abc.Iterable[Global___ReplicaLayout] | None = ...,
         remaining: collections.abc.Iterable[builtins.str] | None = ...,
         operation: Global___Operation | None = ...,
+        wave_index: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["operation", b"operation"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["operation", b"operation", "remaining", b"remaining", "update_id", b"update_id", "wave", b"wave"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["operation", b"operation", "remaining", b"remaining", "update_id", b"update_id", "wave", b"wave", "wave_index", b"wave_index"]) -> None: ...
 
 Global___BeginWeightUpdateResponse: typing_extensions.TypeAlias = BeginWeightUpdateResponse
 
@@ -2057,6 +2126,7 @@ class UpdateWeightsHeader(google.protobuf.message.Message):
     REPLICA_IDS_FIELD_NUMBER: builtins.int
     SIZE_FIELD_NUMBER: builtins.int
     INFO_JSON_FIELD_NUMBER: builtins.int
+    WAVE_INDEX_FIELD_NUMBER: builtins.int
     run_id: builtins.str
     """The run."""
     epoch: builtins.int
@@ -2069,6 +2139,8 @@ class UpdateWeightsHeader(google.protobuf.message.Message):
     """Instructions for the engine's own weight transfer as a JSON object (backend dependent); empty: the chunks are the
     weights.
     """
+    wave_index: builtins.int
+    """Wave it is for, from 0. Not the open one: FAILED_PRECONDITION / WAVE_NOT_OPEN."""
     @property
     def replica_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Replicas to send to. Empty: the whole wave."""
@@ -2082,9 +2154,10 @@ class UpdateWeightsHeader(google.protobuf.message.Message):
         replica_ids: collections.abc.Iterable[builtins.str] | None = ...,
         size: builtins.int = ...,
         info_json: builtins.str = ...,
+        wave_index: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_epoch", b"_epoch", "epoch", b"epoch"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_epoch", b"_epoch", "epoch", b"epoch", "info_json", b"info_json", "replica_ids", b"replica_ids", "run_id", b"run_id", "size", b"size", "update_id", b"update_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_epoch", b"_epoch", "epoch", b"epoch", "info_json", b"info_json", "replica_ids", b"replica_ids", "run_id", b"run_id", "size", b"size", "update_id", b"update_id", "wave_index", b"wave_index"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_epoch", b"_epoch"]) -> typing.Literal["epoch"] | None: ...
 
 Global___UpdateWeightsHeader: typing_extensions.TypeAlias = UpdateWeightsHeader
@@ -2196,6 +2269,7 @@ class CommitWeightUpdateRequest(google.protobuf.message.Message):
     EPOCH_FIELD_NUMBER: builtins.int
     UPDATE_ID_FIELD_NUMBER: builtins.int
     ACKS_FIELD_NUMBER: builtins.int
+    WAVE_INDEX_FIELD_NUMBER: builtins.int
     TIMEOUT_FIELD_NUMBER: builtins.int
     run_id: builtins.str
     """The run."""
@@ -2203,9 +2277,15 @@ class CommitWeightUpdateRequest(google.protobuf.message.Message):
     """Epoch of the caller."""
     update_id: builtins.str
     """The transaction."""
+    wave_index: builtins.int
+    """Wave to commit, from 0. One committed already gets its first answer again; one not open yet is FAILED_PRECONDITION /
+    WAVE_NOT_OPEN.
+    """
     @property
     def acks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___UpdateAck]:
-        """One word per replica of the wave; a replica without one counts as not ok."""
+        """One word per replica of the wave; a replica without one counts as not ok. For a replica outside the wave:
+        INVALID_ARGUMENT / NOT_IN_WAVE.
+        """
 
     @property
     def timeout(self) -> google.protobuf.duration_pb2.Duration:
@@ -2218,10 +2298,11 @@ class CommitWeightUpdateRequest(google.protobuf.message.Message):
         epoch: builtins.int | None = ...,
         update_id: builtins.str = ...,
         acks: collections.abc.Iterable[Global___UpdateAck] | None = ...,
+        wave_index: builtins.int = ...,
         timeout: google.protobuf.duration_pb2.Duration | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_epoch", b"_epoch", "epoch", b"epoch", "timeout", b"timeout"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_epoch", b"_epoch", "acks", b"acks", "epoch", b"epoch", "run_id", b"run_id", "timeout", b"timeout", "update_id", b"update_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_epoch", b"_epoch", "acks", b"acks", "epoch", b"epoch", "run_id", b"run_id", "timeout", b"timeout", "update_id", b"update_id", "wave_index", b"wave_index"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_epoch", b"_epoch"]) -> typing.Literal["epoch"] | None: ...
 
 Global___CommitWeightUpdateRequest: typing_extensions.TypeAlias = CommitWeightUpdateRequest
@@ -2238,10 +2319,13 @@ class CommitWeightUpdateResponse(google.protobuf.message.Message):
     REMAINING_FIELD_NUMBER: builtins.int
     BLACKOUT_FIELD_NUMBER: builtins.int
     TOKENS_RECOMPUTED_FIELD_NUMBER: builtins.int
+    NEXT_WAVE_INDEX_FIELD_NUMBER: builtins.int
     complete: builtins.bool
     """Whether the transaction is closed."""
     tokens_recomputed: builtins.int
     """Tokens that had to be computed again, so far in this transaction."""
+    next_wave_index: builtins.int
+    """Number of the next wave, if there is one."""
     @property
     def operation(self) -> Global___Operation:
         """The operation, succeeded."""
@@ -2267,9 +2351,10 @@ class CommitWeightUpdateResponse(google.protobuf.message.Message):
         remaining: collections.abc.Iterable[builtins.str] | None = ...,
         blackout: google.protobuf.duration_pb2.Duration | None = ...,
         tokens_recomputed: builtins.int = ...,
+        next_wave_index: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["blackout", b"blackout", "operation", b"operation"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["blackout", b"blackout", "complete", b"complete", "operation", b"operation", "remaining", b"remaining", "tokens_recomputed", b"tokens_recomputed", "wave", b"wave"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blackout", b"blackout", "complete", b"complete", "next_wave_index", b"next_wave_index", "operation", b"operation", "remaining", b"remaining", "tokens_recomputed", b"tokens_recomputed", "wave", b"wave"]) -> None: ...
 
 Global___CommitWeightUpdateResponse: typing_extensions.TypeAlias = CommitWeightUpdateResponse
 
@@ -2705,12 +2790,21 @@ Global___Placed: typing_extensions.TypeAlias = Placed
 
 @typing.final
 class Delta(google.protobuf.message.Message):
-    """Delta is new output since the last one."""
+    """Delta is new output since the last one. It never mixes two segments."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     TOKEN_IDS_FIELD_NUMBER: builtins.int
     LOGPROBS_FIELD_NUMBER: builtins.int
+    WEIGHT_VERSION_FIELD_NUMBER: builtins.int
+    REPLICA_ID_FIELD_NUMBER: builtins.int
+    NEW_SEGMENT_FIELD_NUMBER: builtins.int
+    weight_version: builtins.int
+    """Weight version that generated them."""
+    replica_id: builtins.str
+    """Replica that generated them."""
+    new_segment: builtins.bool
+    """True: they begin a new segment."""
     @property
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """New tokens."""
@@ -2724,8 +2818,13 @@ class Delta(google.protobuf.message.Message):
         *,
         token_ids: collections.abc.Iterable[builtins.int] | None = ...,
         logprobs: collections.abc.Iterable[builtins.float] | None = ...,
+        weight_version: builtins.int | None = ...,
+        replica_id: builtins.str = ...,
+        new_segment: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["logprobs", b"logprobs", "token_ids", b"token_ids"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_weight_version", b"_weight_version", "weight_version", b"weight_version"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_weight_version", b"_weight_version", "logprobs", b"logprobs", "new_segment", b"new_segment", "replica_id", b"replica_id", "token_ids", b"token_ids", "weight_version", b"weight_version"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_weight_version", b"_weight_version"]) -> typing.Literal["weight_version"] | None: ...
 
 Global___Delta: typing_extensions.TypeAlias = Delta
 
@@ -2742,7 +2841,7 @@ class GenerateDone(google.protobuf.message.Message):
     """Why it ended. ABORT keeps the output so far."""
     @property
     def rest(self) -> Global___Delta:
-        """Output that no delta carried yet."""
+        """Output of the last segment that no delta carried yet."""
 
     @property
     def segments(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___OutputSegment]:
@@ -2854,8 +2953,11 @@ class WatchRoutesResponse(google.protobuf.message.Message):
 
     VERSION_FIELD_NUMBER: builtins.int
     ROUTES_FIELD_NUMBER: builtins.int
+    INCARNATION_FIELD_NUMBER: builtins.int
     version: builtins.int
     """Rises with every change of a route's state."""
+    incarnation: builtins.str
+    """Incarnation of the controller; versions of different ones cannot be compared."""
     @property
     def routes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Route]:
         """All replicas, OUT ones included."""
@@ -2865,8 +2967,9 @@ class WatchRoutesResponse(google.protobuf.message.Message):
         *,
         version: builtins.int = ...,
         routes: collections.abc.Iterable[Global___Route] | None = ...,
+        incarnation: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["routes", b"routes", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["incarnation", b"incarnation", "routes", b"routes", "version", b"version"]) -> None: ...
 
 Global___WatchRoutesResponse: typing_extensions.TypeAlias = WatchRoutesResponse
 

@@ -195,7 +195,8 @@ class EngineControllerServicer(object):
 
     def OpenEpoch(self, request, context):
         """OpenEpoch sets the run's fencing token and binds the controller to the run. Errors: FAILED_PRECONDITION / STALE_EPOCH
-        unless the epoch is above the present one; FAILED_PRECONDITION / RUN_BOUND if another run is bound.
+        unless the epoch is above the present one; FAILED_PRECONDITION / RUN_BOUND if another run is bound. Weight updates and
+        lends of earlier epochs are aborted first, as by AbortWeightUpdate and AbortLend.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -303,7 +304,8 @@ class EngineControllerServicer(object):
 
     def BeginLend(self, request, context):
         """BeginLend prepares hybrid replicas to generate: routes HELD, all sticky sessions cleared, weights tag awake.
-        Idempotent by lend_id. Another lend open: FAILED_PRECONDITION / LEND_OPEN.
+        Idempotent by lend_id. Another lend open: FAILED_PRECONDITION / LEND_OPEN. During a reclaim: ABORTED /
+        RECLAIM_UNDER_WAY. A hybrid replica that registers while a lend is open joins it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -311,7 +313,8 @@ class EngineControllerServicer(object):
 
     def FinishLend(self, request, context):
         """FinishLend lets them serve: KV awake, caches reset, version checked, resumed, routes SERVING. Requests parked on
-        replicas that failed are placed elsewhere. Errors: FAILED_PRECONDITION / VERSION_MISMATCH, NOT_VACATED.
+        replicas that failed are placed elsewhere. OK when all of them serve; otherwise PARTIAL: those that can, serve, and the
+        routes of the others are OUT. Reasons per replica: VERSION_MISMATCH, NOT_VACATED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -334,7 +337,7 @@ class EngineControllerServicer(object):
 
     def BeginWeightUpdate(self, request, context):
         """BeginWeightUpdate opens a weight transaction over a set of replicas and prepares them. Errors: FAILED_PRECONDITION /
-        UPDATE_OPEN, VERSION_NOT_NEWER (the version is below a replica's).
+        UPDATE_OPEN, VERSION_OLDER (below a replica's, unless allow_older; equal is allowed).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -342,7 +345,8 @@ class EngineControllerServicer(object):
 
     def UpdateWeights(self, request_iterator, context):
         """UpdateWeights moves weights through the controller: header, chunks of about 1 MiB, end. Trainers that move weights by
-        their own means (NCCL, RDMA, files) skip it. Replicas are half-updated from the first byte to the commit.
+        their own means (NCCL, RDMA, files) skip it. Replicas are half-updated from the first byte to the commit. It may be
+        called several times per wave, for example per bucket; after an error or a lost answer the whole move is sent again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -350,7 +354,8 @@ class EngineControllerServicer(object):
 
     def CommitWeightUpdate(self, request, context):
         """CommitWeightUpdate takes the trainer's word per replica, resets prefix, multimodal and encoder caches, stamps the
-        version and resumes (not a replica that is being lent). With `staggered` it then opens the next wave.
+        version and resumes (not a replica that is being lent). With `staggered` it then opens the next wave. Errors:
+        DATA_LOSS / CHECKSUM_MISMATCH per replica.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -366,14 +371,17 @@ class EngineControllerServicer(object):
 
     def ExchangeRendezvous(self, request, context):
         """ExchangeRendezvous relays opaque bytes between trainer ranks and engine ranks: it waits until all named participants
-        have called, then gives each the bytes of all.
+        have called, then gives each the bytes of all (together at most 3 MiB). A repeat with the same bytes gets them again
+        until the update ends; with others INVALID_ARGUMENT / BLOB_CHANGED. Not complete in time: DEADLINE_EXCEEDED /
+        RENDEZVOUS_INCOMPLETE, naming who is missing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReportVacated(self, request, context):
-        """ReportVacated tells that the trainer freed GPU memory, so that an ASLEEP update may refill KV.
+        """ReportVacated tells that the trainer freed GPU memory, so that an ASLEEP update may refill KV. Before or after the
+        commit, until FinishLend.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -381,7 +389,9 @@ class EngineControllerServicer(object):
 
     def Generate(self, request, context):
         """Generate places a request on the least loaded HELD or SERVING replica, sticky by session, and streams the output. When
-        a replica goes away the output so far is kept and continued elsewhere. Errors: ALREADY_EXISTS / REQUEST_LIVE,
+        a replica goes away the output so far is kept and continued elsewhere: Pause, Reclaim, Sleep and weight updates never
+        end a request, only Abort does (finish reason ABORT). The end of the call, for whatever reason, aborts the request;
+        until that is done a repeat is ALREADY_EXISTS / REQUEST_LIVE, to be retried. Errors: ALREADY_EXISTS / REQUEST_LIVE,
         UNAVAILABLE / NO_REPLICA (none HELD or SERVING for 30 s of domain time), INVALID_ARGUMENT naming the field.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

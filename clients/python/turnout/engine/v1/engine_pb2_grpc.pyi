@@ -10,14 +10,22 @@ Conventions of this file, which hold for every call:
     and holds the Operation. If some did not, the status is the gravest of theirs (DEADLINE_EXCEEDED, UNAVAILABLE,
     ABORTED or FAILED_PRECONDITION) with ErrorInfo reason PARTIAL and metadata operation_id, failed (a count) and up to
     16 entries failure.<n> = "<replica_id>: <REASON>"; GetOperation tells every replica's outcome. Repeating the call
-    acts only on what is left.
+    acts only on what is left. <n> counts from 0.
+  * Unknown lends and updates are NOT_FOUND / LEND_UNKNOWN, UPDATE_UNKNOWN; ended ones FAILED_PRECONDITION / LEND_CLOSED,
+    UPDATE_CLOSED, except that repeating the call that ended one is OK.
+  * Domain time is the job's own time. It equals wall time except in tests and demos, where one domain second lasts
+    `time_scale` wall seconds. max_wait, timeout, deadlines and every `lease` in an answer (time left) are wall time; all
+    other durations are domain time.
+  * int64 is a bigint or a string in JavaScript, never a Number. An event or frame whose oneof is unset in a response
+    comes from a newer service and is to be ignored; in a request it is INVALID_ARGUMENT / BAD_FRAME.
   * A call that is wrong for the state of a replica (unknown tag, sleeping weights, ...) is refused for that replica
     before anything reaches an engine.
   * Ids are opaque UTF-8 strings of the caller: 1 to 512 bytes, no control characters.
   * `epoch` is the trainer's fencing token, see OpenEpoch: unset is allowed only while none was ever opened; lower than
     the run's is FAILED_PRECONDITION / STALE_EPOCH, higher FAILED_PRECONDITION / UNKNOWN_EPOCH.
-  * `request_id` makes a mutation repeatable: a repeat with the same content gets the first answer, with other content
-    INVALID_ARGUMENT / REQUEST_ID_REUSED.
+  * `request_id`, empty for none, makes a mutation repeatable. It is scoped to (run, call): the same id with the same
+    content gets the first answer again, with other content INVALID_ARGUMENT / REQUEST_ID_REUSED. Content is every field
+    but epoch and timeout. OK answers are kept for an hour, at most 100 000.
   * One controller serves one run: another run_id is NOT_FOUND / RUN_NOT_FOUND. The first OpenEpoch or Register binds it,
     unless the service was started for a named run.
   * Tags name the kinds of memory an engine can give up: "weights", "kv_cache", and what else it declares. They are
@@ -781,7 +789,8 @@ class EngineControllerStub(typing.Generic[_EngineControllerOpenEpochType, _Engin
 
     OpenEpoch: _EngineControllerOpenEpochType
     """OpenEpoch sets the run's fencing token and binds the controller to the run. Errors: FAILED_PRECONDITION / STALE_EPOCH
-    unless the epoch is above the present one; FAILED_PRECONDITION / RUN_BOUND if another run is bound.
+    unless the epoch is above the present one; FAILED_PRECONDITION / RUN_BOUND if another run is bound. Weight updates and
+    lends of earlier epochs are aborted first, as by AbortWeightUpdate and AbortLend.
     """
 
     Register: _EngineControllerRegisterType
@@ -841,12 +850,14 @@ class EngineControllerStub(typing.Generic[_EngineControllerOpenEpochType, _Engin
 
     BeginLend: _EngineControllerBeginLendType
     """BeginLend prepares hybrid replicas to generate: routes HELD, all sticky sessions cleared, weights tag awake.
-    Idempotent by lend_id. Another lend open: FAILED_PRECONDITION / LEND_OPEN.
+    Idempotent by lend_id. Another lend open: FAILED_PRECONDITION / LEND_OPEN. During a reclaim: ABORTED /
+    RECLAIM_UNDER_WAY. A hybrid replica that registers while a lend is open joins it.
     """
 
     FinishLend: _EngineControllerFinishLendType
     """FinishLend lets them serve: KV awake, caches reset, version checked, resumed, routes SERVING. Requests parked on
-    replicas that failed are placed elsewhere. Errors: FAILED_PRECONDITION / VERSION_MISMATCH, NOT_VACATED.
+    replicas that failed are placed elsewhere. OK when all of them serve; otherwise PARTIAL: those that can, serve, and the
+    routes of the others are OUT. Reasons per replica: VERSION_MISMATCH, NOT_VACATED.
     """
 
     AbortLend: _EngineControllerAbortLendType
@@ -859,17 +870,19 @@ class EngineControllerStub(typing.Generic[_EngineControllerOpenEpochType, _Engin
 
     BeginWeightUpdate: _EngineControllerBeginWeightUpdateType
     """BeginWeightUpdate opens a weight transaction over a set of replicas and prepares them. Errors: FAILED_PRECONDITION /
-    UPDATE_OPEN, VERSION_NOT_NEWER (the version is below a replica's).
+    UPDATE_OPEN, VERSION_OLDER (below a replica's, unless allow_older; equal is allowed).
     """
 
     UpdateWeights: _EngineControllerUpdateWeightsType
     """UpdateWeights moves weights through the controller: header, chunks of about 1 MiB, end. Trainers that move weights by
-    their own means (NCCL, RDMA, files) skip it. Replicas are half-updated from the first byte to the commit.
+    their own means (NCCL, RDMA, files) skip it. Replicas are half-updated from the first byte to the commit. It may be
+    called several times per wave, for example per bucket; after an error or a lost answer the whole move is sent again.
     """
 
     CommitWeightUpdate: _EngineControllerCommitWeightUpdateType
     """CommitWeightUpdate takes the trainer's word per replica, resets prefix, multimodal and encoder caches, stamps the
-    version and resumes (not a replica that is being lent). With `staggered` it then opens the next wave.
+    version and resumes (not a replica that is being lent). With `staggered` it then opens the next wave. Errors:
+    DATA_LOSS / CHECKSUM_MISMATCH per replica.
     """
 
     AbortWeightUpdate: _EngineControllerAbortWeightUpdateType
@@ -879,15 +892,21 @@ class EngineControllerStub(typing.Generic[_EngineControllerOpenEpochType, _Engin
 
     ExchangeRendezvous: _EngineControllerExchangeRendezvousType
     """ExchangeRendezvous relays opaque bytes between trainer ranks and engine ranks: it waits until all named participants
-    have called, then gives each the bytes of all.
+    have called, then gives each the bytes of all (together at most 3 MiB). A repeat with the same bytes gets them again
+    until the update ends; with others INVALID_ARGUMENT / BLOB_CHANGED. Not complete in time: DEADLINE_EXCEEDED /
+    RENDEZVOUS_INCOMPLETE, naming who is missing.
     """
 
     ReportVacated: _EngineControllerReportVacatedType
-    """ReportVacated tells that the trainer freed GPU memory, so that an ASLEEP update may refill KV."""
+    """ReportVacated tells that the trainer freed GPU memory, so that an ASLEEP update may refill KV. Before or after the
+    commit, until FinishLend.
+    """
 
     Generate: _EngineControllerGenerateType
     """Generate places a request on the least loaded HELD or SERVING replica, sticky by session, and streams the output. When
-    a replica goes away the output so far is kept and continued elsewhere. Errors: ALREADY_EXISTS / REQUEST_LIVE,
+    a replica goes away the output so far is kept and continued elsewhere: Pause, Reclaim, Sleep and weight updates never
+    end a request, only Abort does (finish reason ABORT). The end of the call, for whatever reason, aborts the request;
+    until that is done a repeat is ALREADY_EXISTS / REQUEST_LIVE, to be retried. Errors: ALREADY_EXISTS / REQUEST_LIVE,
     UNAVAILABLE / NO_REPLICA (none HELD or SERVING for 30 s of domain time), INVALID_ARGUMENT naming the field.
     """
 
@@ -1041,7 +1060,8 @@ class EngineControllerServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[turnout.engine.v1.engine_pb2.OpenEpochResponse, collections.abc.Awaitable[turnout.engine.v1.engine_pb2.OpenEpochResponse]]:
         """OpenEpoch sets the run's fencing token and binds the controller to the run. Errors: FAILED_PRECONDITION / STALE_EPOCH
-        unless the epoch is above the present one; FAILED_PRECONDITION / RUN_BOUND if another run is bound.
+        unless the epoch is above the present one; FAILED_PRECONDITION / RUN_BOUND if another run is bound. Weight updates and
+        lends of earlier epochs are aborted first, as by AbortWeightUpdate and AbortLend.
         """
 
     @abc.abstractmethod
@@ -1171,7 +1191,8 @@ class EngineControllerServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[turnout.engine.v1.engine_pb2.BeginLendResponse, collections.abc.Awaitable[turnout.engine.v1.engine_pb2.BeginLendResponse]]:
         """BeginLend prepares hybrid replicas to generate: routes HELD, all sticky sessions cleared, weights tag awake.
-        Idempotent by lend_id. Another lend open: FAILED_PRECONDITION / LEND_OPEN.
+        Idempotent by lend_id. Another lend open: FAILED_PRECONDITION / LEND_OPEN. During a reclaim: ABORTED /
+        RECLAIM_UNDER_WAY. A hybrid replica that registers while a lend is open joins it.
         """
 
     @abc.abstractmethod
@@ -1181,7 +1202,8 @@ class EngineControllerServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[turnout.engine.v1.engine_pb2.FinishLendResponse, collections.abc.Awaitable[turnout.engine.v1.engine_pb2.FinishLendResponse]]:
         """FinishLend lets them serve: KV awake, caches reset, version checked, resumed, routes SERVING. Requests parked on
-        replicas that failed are placed elsewhere. Errors: FAILED_PRECONDITION / VERSION_MISMATCH, NOT_VACATED.
+        replicas that failed are placed elsewhere. OK when all of them serve; otherwise PARTIAL: those that can, serve, and the
+        routes of the others are OUT. Reasons per replica: VERSION_MISMATCH, NOT_VACATED.
         """
 
     @abc.abstractmethod
@@ -1209,7 +1231,7 @@ class EngineControllerServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[turnout.engine.v1.engine_pb2.BeginWeightUpdateResponse, collections.abc.Awaitable[turnout.engine.v1.engine_pb2.BeginWeightUpdateResponse]]:
         """BeginWeightUpdate opens a weight transaction over a set of replicas and prepares them. Errors: FAILED_PRECONDITION /
-        UPDATE_OPEN, VERSION_NOT_NEWER (the version is below a replica's).
+        UPDATE_OPEN, VERSION_OLDER (below a replica's, unless allow_older; equal is allowed).
         """
 
     @abc.abstractmethod
@@ -1219,7 +1241,8 @@ class EngineControllerServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[turnout.engine.v1.engine_pb2.UpdateWeightsResponse, collections.abc.Awaitable[turnout.engine.v1.engine_pb2.UpdateWeightsResponse]]:
         """UpdateWeights moves weights through the controller: header, chunks of about 1 MiB, end. Trainers that move weights by
-        their own means (NCCL, RDMA, files) skip it. Replicas are half-updated from the first byte to the commit.
+        their own means (NCCL, RDMA, files) skip it. Replicas are half-updated from the first byte to the commit. It may be
+        called several times per wave, for example per bucket; after an error or a lost answer the whole move is sent again.
         """
 
     @abc.abstractmethod
@@ -1229,7 +1252,8 @@ class EngineControllerServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[turnout.engine.v1.engine_pb2.CommitWeightUpdateResponse, collections.abc.Awaitable[turnout.engine.v1.engine_pb2.CommitWeightUpdateResponse]]:
         """CommitWeightUpdate takes the trainer's word per replica, resets prefix, multimodal and encoder caches, stamps the
-        version and resumes (not a replica that is being lent). With `staggered` it then opens the next wave.
+        version and resumes (not a replica that is being lent). With `staggered` it then opens the next wave. Errors:
+        DATA_LOSS / CHECKSUM_MISMATCH per replica.
         """
 
     @abc.abstractmethod
@@ -1249,7 +1273,9 @@ class EngineControllerServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[turnout.engine.v1.engine_pb2.ExchangeRendezvousResponse, collections.abc.Awaitable[turnout.engine.v1.engine_pb2.ExchangeRendezvousResponse]]:
         """ExchangeRendezvous relays opaque bytes between trainer ranks and engine ranks: it waits until all named participants
-        have called, then gives each the bytes of all.
+        have called, then gives each the bytes of all (together at most 3 MiB). A repeat with the same bytes gets them again
+        until the update ends; with others INVALID_ARGUMENT / BLOB_CHANGED. Not complete in time: DEADLINE_EXCEEDED /
+        RENDEZVOUS_INCOMPLETE, naming who is missing.
         """
 
     @abc.abstractmethod
@@ -1258,7 +1284,9 @@ class EngineControllerServicer(metaclass=abc.ABCMeta):
         request: turnout.engine.v1.engine_pb2.ReportVacatedRequest,
         context: _ServicerContext,
     ) -> typing.Union[turnout.engine.v1.engine_pb2.ReportVacatedResponse, collections.abc.Awaitable[turnout.engine.v1.engine_pb2.ReportVacatedResponse]]:
-        """ReportVacated tells that the trainer freed GPU memory, so that an ASLEEP update may refill KV."""
+        """ReportVacated tells that the trainer freed GPU memory, so that an ASLEEP update may refill KV. Before or after the
+        commit, until FinishLend.
+        """
 
     @abc.abstractmethod
     def Generate(
@@ -1267,7 +1295,9 @@ class EngineControllerServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[turnout.engine.v1.engine_pb2.GenerateResponse], collections.abc.AsyncIterator[turnout.engine.v1.engine_pb2.GenerateResponse]]:
         """Generate places a request on the least loaded HELD or SERVING replica, sticky by session, and streams the output. When
-        a replica goes away the output so far is kept and continued elsewhere. Errors: ALREADY_EXISTS / REQUEST_LIVE,
+        a replica goes away the output so far is kept and continued elsewhere: Pause, Reclaim, Sleep and weight updates never
+        end a request, only Abort does (finish reason ABORT). The end of the call, for whatever reason, aborts the request;
+        until that is done a repeat is ALREADY_EXISTS / REQUEST_LIVE, to be retried. Errors: ALREADY_EXISTS / REQUEST_LIVE,
         UNAVAILABLE / NO_REPLICA (none HELD or SERVING for 30 s of domain time), INVALID_ARGUMENT naming the field.
         """
 

@@ -15,6 +15,8 @@ import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
 import google.protobuf.timestamp_pb2
 import sys
+import turnout.buffer.v1.buffer_pb2
+import turnout.engine.v1.engine_pb2
 import typing
 
 if sys.version_info >= (3, 10):
@@ -148,6 +150,34 @@ DECISION_ACTION_RECLAIM: DecisionAction.ValueType  # 3
 """Take them back."""
 Global___DecisionAction: typing_extensions.TypeAlias = DecisionAction
 
+class _Transition:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _TransitionEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_Transition.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    TRANSITION_UNSPECIFIED: _Transition.ValueType  # 0
+    """Never sent."""
+    TRANSITION_LEND: _Transition.ValueType  # 1
+    """BeginLend or FinishLend."""
+    TRANSITION_RECLAIM: _Transition.ValueType  # 2
+    """Reclaim."""
+    TRANSITION_ABORT_LEND: _Transition.ValueType  # 3
+    """AbortLend."""
+
+class Transition(_Transition, metaclass=_TransitionEnumTypeWrapper):
+    """Transition names a move of GPUs."""
+
+TRANSITION_UNSPECIFIED: Transition.ValueType  # 0
+"""Never sent."""
+TRANSITION_LEND: Transition.ValueType  # 1
+"""BeginLend or FinishLend."""
+TRANSITION_RECLAIM: Transition.ValueType  # 2
+"""Reclaim."""
+TRANSITION_ABORT_LEND: Transition.ValueType  # 3
+"""AbortLend."""
+Global___Transition: typing_extensions.TypeAlias = Transition
+
 @typing.final
 class RunOpened(google.protobuf.message.Message):
     """RunOpened is the first event of an opening."""
@@ -157,22 +187,106 @@ class RunOpened(google.protobuf.message.Message):
     EPOCH_FIELD_NUMBER: builtins.int
     STEP_FIELD_NUMBER: builtins.int
     CONFIG_JSON_FIELD_NUMBER: builtins.int
+    RESUMED_FIELD_NUMBER: builtins.int
+    CHECKPOINT_ID_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     """Epoch granted."""
     step: builtins.int
     """Step of the resume, 0 for a new run."""
     config_json: builtins.str
     """Configuration as JSON, every default filled in."""
+    resumed: builtins.bool
+    """Whether the trainer resumed. What was known of groups is then void."""
+    checkpoint_id: builtins.str
+    """Checkpoint rolled back to, empty if none."""
     def __init__(
         self,
         *,
         epoch: builtins.int = ...,
         step: builtins.int = ...,
         config_json: builtins.str = ...,
+        resumed: builtins.bool = ...,
+        checkpoint_id: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["config_json", b"config_json", "epoch", b"epoch", "step", b"step"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["checkpoint_id", b"checkpoint_id", "config_json", b"config_json", "epoch", b"epoch", "resumed", b"resumed", "step", b"step"]) -> None: ...
 
 Global___RunOpened: typing_extensions.TypeAlias = RunOpened
+
+@typing.final
+class RunUpdated(google.protobuf.message.Message):
+    """RunUpdated tells that configuration or policy changed, from the next step on."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CONFIG_JSON_FIELD_NUMBER: builtins.int
+    config_json: builtins.str
+    """Configuration as JSON, every default filled in."""
+    def __init__(
+        self,
+        *,
+        config_json: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["config_json", b"config_json"]) -> None: ...
+
+Global___RunUpdated: typing_extensions.TypeAlias = RunUpdated
+
+@typing.final
+class ValidationBegan(google.protobuf.message.Message):
+    """ValidationBegan tells that validation begins."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: builtins.int
+    step: builtins.int
+    """Step validated."""
+    def __init__(
+        self,
+        *,
+        step: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["step", b"step"]) -> None: ...
+
+Global___ValidationBegan: typing_extensions.TypeAlias = ValidationBegan
+
+@typing.final
+class ValidationEnded(google.protobuf.message.Message):
+    """ValidationEnded tells that validation is over."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: builtins.int
+    step: builtins.int
+    """Step validated."""
+    def __init__(
+        self,
+        *,
+        step: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["step", b"step"]) -> None: ...
+
+Global___ValidationEnded: typing_extensions.TypeAlias = ValidationEnded
+
+@typing.final
+class TrajectoriesReissued(google.protobuf.message.Message):
+    """TrajectoriesReissued tells that trajectories of a group wait for a worker again."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    GROUP_ID_FIELD_NUMBER: builtins.int
+    TRAJECTORIES_FIELD_NUMBER: builtins.int
+    group_id: builtins.str
+    """The group."""
+    trajectories: builtins.int
+    """How many."""
+    def __init__(
+        self,
+        *,
+        group_id: builtins.str = ...,
+        trajectories: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["group_id", b"group_id", "trajectories", b"trajectories"]) -> None: ...
+
+Global___TrajectoriesReissued: typing_extensions.TypeAlias = TrajectoriesReissued
 
 @typing.final
 class RunClosed(google.protobuf.message.Message):
@@ -267,7 +381,7 @@ class GroupFinished(google.protobuf.message.Message):
     born_step: builtins.int
     """Born step of the group."""
     on_hybrid: builtins.bool
-    """True if its last trajectory was generated on a hybrid replica."""
+    """True if its last trajectory was generated on a hybrid replica. Unset: not known."""
     @property
     def lengths(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Lengths of its trajectories, by index."""
@@ -278,9 +392,11 @@ class GroupFinished(google.protobuf.message.Message):
         group_id: builtins.str = ...,
         lengths: collections.abc.Iterable[builtins.int] | None = ...,
         born_step: builtins.int = ...,
-        on_hybrid: builtins.bool = ...,
+        on_hybrid: builtins.bool | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["born_step", b"born_step", "group_id", b"group_id", "lengths", b"lengths", "on_hybrid", b"on_hybrid"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_on_hybrid", b"_on_hybrid", "on_hybrid", b"on_hybrid"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_on_hybrid", b"_on_hybrid", "born_step", b"born_step", "group_id", b"group_id", "lengths", b"lengths", "on_hybrid", b"on_hybrid"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_on_hybrid", b"_on_hybrid"]) -> typing.Literal["on_hybrid"] | None: ...
 
 Global___GroupFinished: typing_extensions.TypeAlias = GroupFinished
 
@@ -295,18 +411,18 @@ class GroupLeft(google.protobuf.message.Message):
     REASONS_FIELD_NUMBER: builtins.int
     group_id: builtins.str
     """The group."""
-    how: builtins.str
-    """What happened: "failed", "evicted", "sampled", "returned", "committed"."""
+    how: turnout.buffer.v1.buffer_pb2.GroupEventKind.ValueType
+    """What happened: FAILED, EVICTED, SAMPLED, RETURNED or COMMITTED."""
     @property
-    def reasons(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Reasons of an eviction: "stale", "zero_variance", "failed", "requested"."""
+    def reasons(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[turnout.buffer.v1.buffer_pb2.EvictionReason.ValueType]:
+        """Reasons of an eviction."""
 
     def __init__(
         self,
         *,
         group_id: builtins.str = ...,
-        how: builtins.str = ...,
-        reasons: collections.abc.Iterable[builtins.str] | None = ...,
+        how: turnout.buffer.v1.buffer_pb2.GroupEventKind.ValueType = ...,
+        reasons: collections.abc.Iterable[turnout.buffer.v1.buffer_pb2.EvictionReason.ValueType] | None = ...,
     ) -> None: ...
     def ClearField(self, field_name: typing.Literal["group_id", b"group_id", "how", b"how", "reasons", b"reasons"]) -> None: ...
 
@@ -332,7 +448,7 @@ class RunningRequest(google.protobuf.message.Message):
     replica_id: builtins.str
     """Replica it runs on; empty if parked."""
     on_hybrid: builtins.bool
-    """True on a hybrid replica."""
+    """True on a hybrid replica. Unset: not known."""
     def __init__(
         self,
         *,
@@ -340,9 +456,11 @@ class RunningRequest(google.protobuf.message.Message):
         index: builtins.int = ...,
         done: builtins.int = ...,
         replica_id: builtins.str = ...,
-        on_hybrid: builtins.bool = ...,
+        on_hybrid: builtins.bool | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["done", b"done", "group_id", b"group_id", "index", b"index", "on_hybrid", b"on_hybrid", "replica_id", b"replica_id"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_on_hybrid", b"_on_hybrid", "on_hybrid", b"on_hybrid"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_on_hybrid", b"_on_hybrid", "done", b"done", "group_id", b"group_id", "index", b"index", "on_hybrid", b"on_hybrid", "replica_id", b"replica_id"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_on_hybrid", b"_on_hybrid"]) -> typing.Literal["on_hybrid"] | None: ...
 
 Global___RunningRequest: typing_extensions.TypeAlias = RunningRequest
 
@@ -395,8 +513,8 @@ class ReplicaReading(google.protobuf.message.Message):
     """Domain seconds spent prefilling."""
     running: builtins.int
     """Requests running."""
-    route: builtins.str
-    """Route: "out", "held", "serving"."""
+    route: turnout.engine.v1.engine_pb2.RouteState.ValueType
+    """What new requests do with it."""
     def __init__(
         self,
         *,
@@ -406,7 +524,7 @@ class ReplicaReading(google.protobuf.message.Message):
         prefilled_tokens: builtins.int = ...,
         prefill_seconds: builtins.float = ...,
         running: builtins.int = ...,
-        route: builtins.str = ...,
+        route: turnout.engine.v1.engine_pb2.RouteState.ValueType = ...,
     ) -> None: ...
     def ClearField(self, field_name: typing.Literal["decoded_tokens", b"decoded_tokens", "hybrid", b"hybrid", "prefill_seconds", b"prefill_seconds", "prefilled_tokens", b"prefilled_tokens", "replica_id", b"replica_id", "route", b"route", "running", b"running"]) -> None: ...
 
@@ -771,6 +889,22 @@ class DecisionMade(google.protobuf.message.Message):
         ) -> None: ...
         def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
 
+    @typing.final
+    class PlacementEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.str
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.str = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
     POINT_FIELD_NUMBER: builtins.int
     STEP_FIELD_NUMBER: builtins.int
     ACTION_FIELD_NUMBER: builtins.int
@@ -780,6 +914,8 @@ class DecisionMade(google.protobuf.message.Message):
     PREDICTED_WAIT_SECONDS_FIELD_NUMBER: builtins.int
     THRESHOLD_FIELD_NUMBER: builtins.int
     SHADOW_FIELD_NUMBER: builtins.int
+    PLACEMENT_FIELD_NUMBER: builtins.int
+    RECHECK_AT_FIELD_NUMBER: builtins.int
     point: Global___DecisionPoint.ValueType
     """When it was asked."""
     step: builtins.int
@@ -796,9 +932,15 @@ class DecisionMade(google.protobuf.message.Message):
     """Threshold of the step, groups, if the policy has one."""
     shadow: builtins.bool
     """True if the decision was only evaluated (shadow), not acted on."""
+    recheck_at: builtins.float
+    """When the policy wants to be asked again, seconds of the run's clock, if it does."""
     @property
     def numbers(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]:
         """The numbers used, by name."""
+
+    @property
+    def placement(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
+        """Replica wanted for a request, by "<group_id>/<index>", if the policy places."""
 
     def __init__(
         self,
@@ -812,11 +954,15 @@ class DecisionMade(google.protobuf.message.Message):
         predicted_wait_seconds: builtins.float | None = ...,
         threshold: builtins.int | None = ...,
         shadow: builtins.bool = ...,
+        placement: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
+        recheck_at: builtins.float | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_predicted_wait_seconds", b"_predicted_wait_seconds", "_threshold", b"_threshold", "predicted_wait_seconds", b"predicted_wait_seconds", "threshold", b"threshold"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_predicted_wait_seconds", b"_predicted_wait_seconds", "_threshold", b"_threshold", "action", b"action", "numbers", b"numbers", "point", b"point", "policy", b"policy", "predicted_wait_seconds", b"predicted_wait_seconds", "reason", b"reason", "shadow", b"shadow", "step", b"step", "threshold", b"threshold"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_predicted_wait_seconds", b"_predicted_wait_seconds", "_recheck_at", b"_recheck_at", "_threshold", b"_threshold", "predicted_wait_seconds", b"predicted_wait_seconds", "recheck_at", b"recheck_at", "threshold", b"threshold"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_predicted_wait_seconds", b"_predicted_wait_seconds", "_recheck_at", b"_recheck_at", "_threshold", b"_threshold", "action", b"action", "numbers", b"numbers", "placement", b"placement", "point", b"point", "policy", b"policy", "predicted_wait_seconds", b"predicted_wait_seconds", "reason", b"reason", "recheck_at", b"recheck_at", "shadow", b"shadow", "step", b"step", "threshold", b"threshold"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_predicted_wait_seconds", b"_predicted_wait_seconds"]) -> typing.Literal["predicted_wait_seconds"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_recheck_at", b"_recheck_at"]) -> typing.Literal["recheck_at"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_threshold", b"_threshold"]) -> typing.Literal["threshold"] | None: ...
 
@@ -832,8 +978,8 @@ class TransitionFailed(google.protobuf.message.Message):
     REASON_FIELD_NUMBER: builtins.int
     MESSAGE_FIELD_NUMBER: builtins.int
     OPERATION_ID_FIELD_NUMBER: builtins.int
-    transition: builtins.str
-    """"lend", "reclaim" or "abort_lend"."""
+    transition: Global___Transition.ValueType
+    """Which one."""
     reason: builtins.str
     """UPPER_SNAKE reason."""
     message: builtins.str
@@ -843,7 +989,7 @@ class TransitionFailed(google.protobuf.message.Message):
     def __init__(
         self,
         *,
-        transition: builtins.str = ...,
+        transition: Global___Transition.ValueType = ...,
         reason: builtins.str = ...,
         message: builtins.str = ...,
         operation_id: builtins.str = ...,
@@ -948,6 +1094,10 @@ class RunEvent(google.protobuf.message.Message):
     TRANSITION_FAILED_FIELD_NUMBER: builtins.int
     SAVED_FIELD_NUMBER: builtins.int
     STEP_METRICS_FIELD_NUMBER: builtins.int
+    RUN_UPDATED_FIELD_NUMBER: builtins.int
+    VALIDATION_BEGAN_FIELD_NUMBER: builtins.int
+    VALIDATION_ENDED_FIELD_NUMBER: builtins.int
+    TRAJECTORIES_REISSUED_FIELD_NUMBER: builtins.int
     sequence: builtins.int
     """Place in the run's sequence, from 1 without gaps."""
     at: builtins.float
@@ -1056,6 +1206,22 @@ class RunEvent(google.protobuf.message.Message):
     def step_metrics(self) -> Global___StepMetrics:
         """A step's metrics."""
 
+    @property
+    def run_updated(self) -> Global___RunUpdated:
+        """Configuration changed."""
+
+    @property
+    def validation_began(self) -> Global___ValidationBegan:
+        """Validation begins."""
+
+    @property
+    def validation_ended(self) -> Global___ValidationEnded:
+        """Validation is over."""
+
+    @property
+    def trajectories_reissued(self) -> Global___TrajectoriesReissued:
+        """Trajectories wait for a worker again."""
+
     def __init__(
         self,
         *,
@@ -1087,9 +1253,13 @@ class RunEvent(google.protobuf.message.Message):
         transition_failed: Global___TransitionFailed | None = ...,
         saved: Global___Saved | None = ...,
         step_metrics: Global___StepMetrics | None = ...,
+        run_updated: Global___RunUpdated | None = ...,
+        validation_began: Global___ValidationBegan | None = ...,
+        validation_ended: Global___ValidationEnded | None = ...,
+        trajectories_reissued: Global___TrajectoriesReissued | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["decision_made", b"decision_made", "depth_observed", b"depth_observed", "event", b"event", "group_finished", b"group_finished", "group_left", b"group_left", "groups_added", b"groups_added", "lend_abandoned", b"lend_abandoned", "lend_done", b"lend_done", "mini_batch_began", b"mini_batch_began", "mini_batch_ended", b"mini_batch_ended", "mode_changed", b"mode_changed", "reclaim_done", b"reclaim_done", "replica_counters", b"replica_counters", "request_progress", b"request_progress", "run_closed", b"run_closed", "run_opened", b"run_opened", "saved", b"saved", "starvation_began", b"starvation_began", "starvation_ended", b"starvation_ended", "step_began", b"step_began", "step_ended", b"step_ended", "step_metrics", b"step_metrics", "sync_done", b"sync_done", "time", b"time", "topology_changed", b"topology_changed", "trajectory_finished", b"trajectory_finished", "transition_failed", b"transition_failed"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["at", b"at", "decision_made", b"decision_made", "depth_observed", b"depth_observed", "event", b"event", "group_finished", b"group_finished", "group_left", b"group_left", "groups_added", b"groups_added", "lend_abandoned", b"lend_abandoned", "lend_done", b"lend_done", "mini_batch_began", b"mini_batch_began", "mini_batch_ended", b"mini_batch_ended", "mode_changed", b"mode_changed", "reclaim_done", b"reclaim_done", "replica_counters", b"replica_counters", "request_progress", b"request_progress", "run_closed", b"run_closed", "run_opened", b"run_opened", "saved", b"saved", "sequence", b"sequence", "starvation_began", b"starvation_began", "starvation_ended", b"starvation_ended", "step_began", b"step_began", "step_ended", b"step_ended", "step_metrics", b"step_metrics", "sync_done", b"sync_done", "time", b"time", "topology_changed", b"topology_changed", "trajectory_finished", b"trajectory_finished", "transition_failed", b"transition_failed"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["event", b"event"]) -> typing.Literal["run_opened", "run_closed", "groups_added", "trajectory_finished", "group_finished", "group_left", "request_progress", "replica_counters", "depth_observed", "step_began", "step_ended", "mini_batch_began", "mini_batch_ended", "starvation_began", "starvation_ended", "lend_done", "lend_abandoned", "reclaim_done", "sync_done", "topology_changed", "mode_changed", "decision_made", "transition_failed", "saved", "step_metrics"] | None: ...
+    def HasField(self, field_name: typing.Literal["decision_made", b"decision_made", "depth_observed", b"depth_observed", "event", b"event", "group_finished", b"group_finished", "group_left", b"group_left", "groups_added", b"groups_added", "lend_abandoned", b"lend_abandoned", "lend_done", b"lend_done", "mini_batch_began", b"mini_batch_began", "mini_batch_ended", b"mini_batch_ended", "mode_changed", b"mode_changed", "reclaim_done", b"reclaim_done", "replica_counters", b"replica_counters", "request_progress", b"request_progress", "run_closed", b"run_closed", "run_opened", b"run_opened", "run_updated", b"run_updated", "saved", b"saved", "starvation_began", b"starvation_began", "starvation_ended", b"starvation_ended", "step_began", b"step_began", "step_ended", b"step_ended", "step_metrics", b"step_metrics", "sync_done", b"sync_done", "time", b"time", "topology_changed", b"topology_changed", "trajectories_reissued", b"trajectories_reissued", "trajectory_finished", b"trajectory_finished", "transition_failed", b"transition_failed", "validation_began", b"validation_began", "validation_ended", b"validation_ended"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["at", b"at", "decision_made", b"decision_made", "depth_observed", b"depth_observed", "event", b"event", "group_finished", b"group_finished", "group_left", b"group_left", "groups_added", b"groups_added", "lend_abandoned", b"lend_abandoned", "lend_done", b"lend_done", "mini_batch_began", b"mini_batch_began", "mini_batch_ended", b"mini_batch_ended", "mode_changed", b"mode_changed", "reclaim_done", b"reclaim_done", "replica_counters", b"replica_counters", "request_progress", b"request_progress", "run_closed", b"run_closed", "run_opened", b"run_opened", "run_updated", b"run_updated", "saved", b"saved", "sequence", b"sequence", "starvation_began", b"starvation_began", "starvation_ended", b"starvation_ended", "step_began", b"step_began", "step_ended", b"step_ended", "step_metrics", b"step_metrics", "sync_done", b"sync_done", "time", b"time", "topology_changed", b"topology_changed", "trajectories_reissued", b"trajectories_reissued", "trajectory_finished", b"trajectory_finished", "transition_failed", b"transition_failed", "validation_began", b"validation_began", "validation_ended", b"validation_ended"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["event", b"event"]) -> typing.Literal["run_opened", "run_closed", "groups_added", "trajectory_finished", "group_finished", "group_left", "request_progress", "replica_counters", "depth_observed", "step_began", "step_ended", "mini_batch_began", "mini_batch_ended", "starvation_began", "starvation_ended", "lend_done", "lend_abandoned", "reclaim_done", "sync_done", "topology_changed", "mode_changed", "decision_made", "transition_failed", "saved", "step_metrics", "run_updated", "validation_began", "validation_ended", "trajectories_reissued"] | None: ...
 
 Global___RunEvent: typing_extensions.TypeAlias = RunEvent

@@ -24,12 +24,21 @@ Conventions of this file, which hold for every call:
   * Errors carry a canonical gRPC status and one google.rpc.ErrorInfo (domain "turnout", an UPPER_SNAKE reason, and
     metadata naming the offending field). A call that does not answer OK has changed nothing, except that a transition it
     started goes on in the service and is joined by the next call that needs it.
-  * A call is known by (run, epoch, call, step, mini_batch, attempt). A repeat joins the call under way or gets the
-    stored answer. A dropped call cancels nothing.
-  * Calls out of order are FAILED_PRECONDITION / OUT_OF_ORDER; the metadata names the call expected next.
+  * A call is known by (run, epoch, call, step, mini_batch, attempt), a call about a lend by its lend_id. A repeat joins the
+    call under way or gets the stored answer; a repeat whose other fields differ (but max_wait) is INVALID_ARGUMENT /
+    CALL_CHANGED. Only OK answers are stored: after an error the same call runs again. A dropped call cancels nothing. A
+    stream that joins first gets the newest WaitProgress and every unpaid RefillDue.
+  * Calls out of order are FAILED_PRECONDITION / OUT_OF_ORDER; the metadata names the calls expected next. EndStep may
+    follow any EndSample, or a PrepareStep that ended EXHAUSTED: the data may have run out within a step.
+  * A transition that failed: ABORTED / RECLAIM_FAILED, LEND_FAILED or ABORT_LEND_FAILED, with operation_id and mode in the
+    metadata. Repeating the call goes on with what is left.
   * `epoch` is the fencing token OpenRun granted: lower is FAILED_PRECONDITION / STALE_EPOCH, higher UNKNOWN_EPOCH.
   * Unknown run: NOT_FOUND / RUN_NOT_FOUND.
-  * Durations are in domain time unless a field says wall time.
+  * Domain time is the job's own time. It equals wall time except in tests and demos, where one domain second lasts
+    `time_scale` wall seconds. max_wait, timeout, deadlines and every `lease` in an answer (time left) are wall time; all
+    other durations are domain time.
+  * int64 is a bigint or a string in JavaScript, never a Number. An event or frame whose oneof is unset in a response
+    comes from a newer service and is to be ignored; in a request it is INVALID_ARGUMENT / BAD_FRAME.
 """
 
 import builtins
@@ -41,6 +50,7 @@ import google.protobuf.message
 import google.protobuf.timestamp_pb2
 import sys
 import turnout.buffer.v1.buffer_pb2
+import turnout.engine.v1.engine_pb2
 import turnout.scheduler.v1.events_pb2
 import typing
 
@@ -135,6 +145,7 @@ class RunConfig(google.protobuf.message.Message):
     TRAINER_LEASE_FIELD_NUMBER: builtins.int
     ENGINE_TIMEOUT_FIELD_NUMBER: builtins.int
     EXTERNAL_DATA_FIELD_NUMBER: builtins.int
+    HYBRID_DEVICES_FIELD_NUMBER: builtins.int
     policy: builtins.str
     """Policy: "off", "fixed" or "verl". Default "verl". Unknown: INVALID_ARGUMENT / UNKNOWN_POLICY, listing what exists. With
     enable_switch false every policy acts as "off".
@@ -175,11 +186,15 @@ class RunConfig(google.protobuf.message.Message):
 
     @property
     def trainer_lease(self) -> google.protobuf.duration_pb2.Duration:
-        """How long the run's epoch lives without a heartbeat, above 0. Default 60 s."""
+        """How long the run's epoch lives without a heartbeat, above 0, wall time. Default 60 s."""
 
     @property
     def engine_timeout(self) -> google.protobuf.duration_pb2.Duration:
         """Longest time for one engine transition on one replica, wall time, above 0. Default: the controller's own."""
+
+    @property
+    def hybrid_devices(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[turnout.engine.v1.engine_pb2.Gpu]:
+        """Devices of hybrid_gpus, checked at OpenRun. Empty: those of the registered hybrids, checked at CompleteLend."""
 
     def __init__(
         self,
@@ -202,9 +217,10 @@ class RunConfig(google.protobuf.message.Message):
         trainer_lease: google.protobuf.duration_pb2.Duration | None = ...,
         engine_timeout: google.protobuf.duration_pb2.Duration | None = ...,
         external_data: builtins.bool = ...,
+        hybrid_devices: collections.abc.Iterable[turnout.engine.v1.engine_pb2.Gpu] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_group_size", b"_group_size", "_max_response_tokens", b"_max_response_tokens", "engine_timeout", b"engine_timeout", "group_size", b"group_size", "idle_tolerance", b"idle_tolerance", "max_response_tokens", b"max_response_tokens", "switch", b"switch", "trainer_lease", b"trainer_lease"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_group_size", b"_group_size", "_max_response_tokens", b"_max_response_tokens", "can_reinstall", b"can_reinstall", "disaggregated_rollout", b"disaggregated_rollout", "engine_timeout", b"engine_timeout", "external_data", b"external_data", "group_size", b"group_size", "hybrid_gpus", b"hybrid_gpus", "idle_tolerance", b"idle_tolerance", "max_response_tokens", b"max_response_tokens", "mini_batch_size", b"mini_batch_size", "num_warmup_batches", b"num_warmup_batches", "parameter_sync_step", b"parameter_sync_step", "partition", b"partition", "policy", b"policy", "standalone_gpus", b"standalone_gpus", "switch", b"switch", "total_training_steps", b"total_training_steps", "train_batch_size", b"train_batch_size", "trainer_lease", b"trainer_lease"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_group_size", b"_group_size", "_max_response_tokens", b"_max_response_tokens", "can_reinstall", b"can_reinstall", "disaggregated_rollout", b"disaggregated_rollout", "engine_timeout", b"engine_timeout", "external_data", b"external_data", "group_size", b"group_size", "hybrid_devices", b"hybrid_devices", "hybrid_gpus", b"hybrid_gpus", "idle_tolerance", b"idle_tolerance", "max_response_tokens", b"max_response_tokens", "mini_batch_size", b"mini_batch_size", "num_warmup_batches", b"num_warmup_batches", "parameter_sync_step", b"parameter_sync_step", "partition", b"partition", "policy", b"policy", "standalone_gpus", b"standalone_gpus", "switch", b"switch", "total_training_steps", b"total_training_steps", "train_batch_size", b"train_batch_size", "trainer_lease", b"trainer_lease"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_group_size", b"_group_size"]) -> typing.Literal["group_size"] | None: ...
     @typing.overload
@@ -223,6 +239,7 @@ class Lend(google.protobuf.message.Message):
     REPLICA_IDS_FIELD_NUMBER: builtins.int
     WEIGHT_VERSION_FIELD_NUMBER: builtins.int
     UPDATE_STANDALONE_FIELD_NUMBER: builtins.int
+    ALLOW_OLDER_FIELD_NUMBER: builtins.int
     lend_id: builtins.str
     """Id to close it with."""
     kind: turnout.scheduler.v1.events_pb2.LendKind.ValueType
@@ -231,9 +248,11 @@ class Lend(google.protobuf.message.Message):
     """Version to install: that of the last finished step."""
     update_standalone: builtins.bool
     """Whether standalone replicas are to be updated first."""
+    allow_older: builtins.bool
+    """Pass it to BeginWeightUpdate: engines may hold a newer version after a roll-back."""
     @property
     def replica_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Replicas that wait for weights."""
+        """Replicas that wait for weights. Empty for INIT: all hybrids registered before CompleteLend."""
 
     def __init__(
         self,
@@ -243,8 +262,9 @@ class Lend(google.protobuf.message.Message):
         replica_ids: collections.abc.Iterable[builtins.str] | None = ...,
         weight_version: builtins.int = ...,
         update_standalone: builtins.bool = ...,
+        allow_older: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["kind", b"kind", "lend_id", b"lend_id", "replica_ids", b"replica_ids", "update_standalone", b"update_standalone", "weight_version", b"weight_version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["allow_older", b"allow_older", "kind", b"kind", "lend_id", b"lend_id", "replica_ids", b"replica_ids", "update_standalone", b"update_standalone", "weight_version", b"weight_version"]) -> None: ...
 
 Global___Lend: typing_extensions.TypeAlias = Lend
 
@@ -270,11 +290,28 @@ class Decision(google.protobuf.message.Message):
         ) -> None: ...
         def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
 
+    @typing.final
+    class PlacementEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.str
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.str = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
     ACTION_FIELD_NUMBER: builtins.int
     REASON_FIELD_NUMBER: builtins.int
     NUMBERS_FIELD_NUMBER: builtins.int
     PREDICTED_WAIT_FIELD_NUMBER: builtins.int
     THRESHOLD_FIELD_NUMBER: builtins.int
+    PLACEMENT_FIELD_NUMBER: builtins.int
     action: turnout.scheduler.v1.events_pb2.DecisionAction.ValueType
     """What it wants."""
     reason: builtins.str
@@ -289,6 +326,10 @@ class Decision(google.protobuf.message.Message):
     def predicted_wait(self) -> google.protobuf.duration_pb2.Duration:
         """Predicted wait of the trainer, if the policy predicts."""
 
+    @property
+    def placement(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
+        """Replica wanted for a request, by "<group_id>/<index>", if the policy places."""
+
     def __init__(
         self,
         *,
@@ -297,9 +338,10 @@ class Decision(google.protobuf.message.Message):
         numbers: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
         predicted_wait: google.protobuf.duration_pb2.Duration | None = ...,
         threshold: builtins.int | None = ...,
+        placement: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_threshold", b"_threshold", "predicted_wait", b"predicted_wait", "threshold", b"threshold"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_threshold", b"_threshold", "action", b"action", "numbers", b"numbers", "predicted_wait", b"predicted_wait", "reason", b"reason", "threshold", b"threshold"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_threshold", b"_threshold", "action", b"action", "numbers", b"numbers", "placement", b"placement", "predicted_wait", b"predicted_wait", "reason", b"reason", "threshold", b"threshold"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_threshold", b"_threshold"]) -> typing.Literal["threshold"] | None: ...
 
 Global___Decision: typing_extensions.TypeAlias = Decision
@@ -366,7 +408,7 @@ class Run(google.protobuf.message.Message):
 
     @property
     def lease(self) -> google.protobuf.duration_pb2.Duration:
-        """Time left of the trainer's lease; 0 if it is lost."""
+        """Time left of the trainer's lease, wall time; 0 if it is lost."""
 
     def __init__(
         self,
@@ -433,6 +475,7 @@ class OpenRunRequest(google.protobuf.message.Message):
     ENGINE_TARGET_FIELD_NUMBER: builtins.int
     RESUME_FIELD_NUMBER: builtins.int
     REQUEST_ID_FIELD_NUMBER: builtins.int
+    TAKE_OVER_FIELD_NUMBER: builtins.int
     run_id: builtins.str
     """The run. It must exist in the buffer."""
     buffer_target: builtins.str
@@ -440,7 +483,9 @@ class OpenRunRequest(google.protobuf.message.Message):
     engine_target: builtins.str
     """gRPC target of its engine controller."""
     request_id: builtins.str
-    """A repeat with the same id and content gets the same epoch."""
+    """A repeat with the same id and content gets the same answer for an hour; empty for none."""
+    take_over: builtins.bool
+    """True: take over from a predecessor whose lease still lives."""
     @property
     def config(self) -> Global___RunConfig:
         """Its configuration."""
@@ -460,9 +505,10 @@ class OpenRunRequest(google.protobuf.message.Message):
         engine_target: builtins.str = ...,
         resume: Global___Resume | None = ...,
         request_id: builtins.str = ...,
+        take_over: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["config", b"config", "resume", b"resume"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["buffer_target", b"buffer_target", "config", b"config", "engine_target", b"engine_target", "request_id", b"request_id", "resume", b"resume", "run_id", b"run_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["buffer_target", b"buffer_target", "config", b"config", "engine_target", b"engine_target", "request_id", b"request_id", "resume", b"resume", "run_id", b"run_id", "take_over", b"take_over"]) -> None: ...
 
 Global___OpenRunRequest: typing_extensions.TypeAlias = OpenRunRequest
 
@@ -477,12 +523,21 @@ class OpenRunResponse(google.protobuf.message.Message):
     WARMUP_GROUPS_FIELD_NUMBER: builtins.int
     NEXT_STEP_FIELD_NUMBER: builtins.int
     RUN_FIELD_NUMBER: builtins.int
+    ALLOW_OLDER_FIELD_NUMBER: builtins.int
+    TIME_SCALE_FIELD_NUMBER: builtins.int
+    CURSOR_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     """Epoch for every call of this trainer."""
     warmup_groups: builtins.int
     """Prompts to add as warm-up: the target less what the buffer holds."""
     next_step: builtins.int
     """Step that comes next."""
+    allow_older: builtins.bool
+    """Pass it to BeginWeightUpdate of standalone replicas when `lend` is unset."""
+    time_scale: builtins.float
+    """Wall seconds per domain second; 1 outside tests and demos."""
+    cursor: builtins.int
+    """Eviction cursor to start with."""
     @property
     def lend(self) -> Global___Lend:
         """Lend of the start. Hybrid replicas are to be registered before its weights move. Unset if there are no hybrid GPUs."""
@@ -499,9 +554,12 @@ class OpenRunResponse(google.protobuf.message.Message):
         warmup_groups: builtins.int = ...,
         next_step: builtins.int = ...,
         run: Global___Run | None = ...,
+        allow_older: builtins.bool = ...,
+        time_scale: builtins.float = ...,
+        cursor: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["lend", b"lend", "run", b"run"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "lend", b"lend", "next_step", b"next_step", "run", b"run", "warmup_groups", b"warmup_groups"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["allow_older", b"allow_older", "cursor", b"cursor", "epoch", b"epoch", "lend", b"lend", "next_step", b"next_step", "run", b"run", "time_scale", b"time_scale", "warmup_groups", b"warmup_groups"]) -> None: ...
 
 Global___OpenRunResponse: typing_extensions.TypeAlias = OpenRunResponse
 
@@ -758,7 +816,7 @@ class PrepareStepRequest(google.protobuf.message.Message):
     cursor: builtins.int
     """Eviction cursor of the trainer, as in the buffer's waits."""
     attempt: builtins.int
-    """0 for the first call of the step, one more after each TIMED_OUT."""
+    """0 for the first call of the step, one more after each TIMED_OUT or HELD."""
     @property
     def max_wait(self) -> google.protobuf.duration_pb2.Duration:
         """Longest time to wait, wall time; then the call ends TIMED_OUT with the GPUs still lent, and is to be repeated with
@@ -907,7 +965,9 @@ class BeginSampleRequest(google.protobuf.message.Message):
     mini_batch: builtins.int
     """Number of the mini-batch in the step, from 0."""
     attempt: builtins.int
-    """0 at first, one more after each LEND or TIMED_OUT."""
+    """0 at first, one more after each LEND, completed or abandoned, and each TIMED_OUT. After an abandoned lend the answer is
+    PROCEED.
+    """
     cursor: builtins.int
     """Eviction cursor of the trainer."""
     @property
@@ -938,8 +998,14 @@ class Proceed(google.protobuf.message.Message):
 
     SAMPLEABLE_FIELD_NUMBER: builtins.int
     RECLAIM_FIELD_NUMBER: builtins.int
+    OUTCOME_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
     sampleable: builtins.int
     """Sampleable groups at that moment."""
+    outcome: turnout.buffer.v1.buffer_pb2.WaitOutcome.ValueType
+    """How the wait within this call ended, if it waited: REACHED or EXHAUSTED."""
+    reason: builtins.str
+    """One sentence for a person when the outcome is not REACHED."""
     @property
     def reclaim(self) -> google.protobuf.duration_pb2.Duration:
         """Time a reclaim within this call took; unset if there was none."""
@@ -949,9 +1015,11 @@ class Proceed(google.protobuf.message.Message):
         *,
         sampleable: builtins.int = ...,
         reclaim: google.protobuf.duration_pb2.Duration | None = ...,
+        outcome: turnout.buffer.v1.buffer_pb2.WaitOutcome.ValueType = ...,
+        reason: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["reclaim", b"reclaim"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["reclaim", b"reclaim", "sampleable", b"sampleable"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["outcome", b"outcome", "reason", b"reason", "reclaim", b"reclaim", "sampleable", b"sampleable"]) -> None: ...
 
 Global___Proceed: typing_extensions.TypeAlias = Proceed
 
@@ -1081,7 +1149,7 @@ class EndSampleRequest(google.protobuf.message.Message):
     """Tokens in the mini-batch, if known."""
     @property
     def wait(self) -> google.protobuf.duration_pb2.Duration:
-        """Time the trainer waited for its data."""
+        """Time the trainer waited for its data. Required."""
 
     def __init__(
         self,
@@ -1341,6 +1409,7 @@ class CompleteLendResponse(google.protobuf.message.Message):
     MODE_FIELD_NUMBER: builtins.int
     COST_FIELD_NUMBER: builtins.int
     METRICS_FIELD_NUMBER: builtins.int
+    FAILED_REPLICA_IDS_FIELD_NUMBER: builtins.int
     mode: turnout.scheduler.v1.events_pb2.Mode.ValueType
     """ROLLOUT."""
     @property
@@ -1351,15 +1420,20 @@ class CompleteLendResponse(google.protobuf.message.Message):
     def metrics(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]:
         """timing_s/switch_to_rollout."""
 
+    @property
+    def failed_replica_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Lent replicas that do not serve; their routes are OUT."""
+
     def __init__(
         self,
         *,
         mode: turnout.scheduler.v1.events_pb2.Mode.ValueType = ...,
         cost: google.protobuf.duration_pb2.Duration | None = ...,
         metrics: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
+        failed_replica_ids: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["cost", b"cost"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["cost", b"cost", "metrics", b"metrics", "mode", b"mode"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cost", b"cost", "failed_replica_ids", b"failed_replica_ids", "metrics", b"metrics", "mode", b"mode"]) -> None: ...
 
 Global___CompleteLendResponse: typing_extensions.TypeAlias = CompleteLendResponse
 

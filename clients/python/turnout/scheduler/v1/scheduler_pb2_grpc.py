@@ -129,8 +129,10 @@ class SwitchSchedulerServicer(object):
     def OpenRun(self, request, context):
         """OpenRun opens or resumes a run: checks the configuration, grants an epoch (1 + the highest that scheduler, buffer and
         controller know), opens it at both, and answers LEND. Errors: INVALID_ARGUMENT naming the field;
-        FAILED_PRECONDITION / GPU_HELD (another open run holds a hybrid's GPU), RESUME_MISMATCH (naming both steps), NO_STANDALONE_GPUS,
-        DISAGGREGATED_ROLLOUT, BUFFER_CANNOT_WAIT; UNAVAILABLE / BUFFER_UNREACHABLE or ENGINE_UNREACHABLE.
+        FAILED_PRECONDITION / GPU_HELD (another open run holds a hybrid's GPU), RESUME_MISMATCH (naming both steps),
+        NO_STANDALONE_GPUS, DISAGGREGATED_ROLLOUT, BUFFER_CANNOT_WAIT, TRAINER_ALIVE (the predecessor's lease lives and take_over
+        is not set; metadata lease_left); UNAVAILABLE / BUFFER_UNREACHABLE or ENGINE_UNREACHABLE. It can fail after it fenced off
+        the predecessor: repeat it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -158,7 +160,7 @@ class SwitchSchedulerServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def UpdateRun(self, request, context):
-        """UpdateRun changes switch configuration and policy from the next step on.
+        """UpdateRun changes switch configuration and policy from the next step on. Unset fields keep their value.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -219,7 +221,8 @@ class SwitchSchedulerServicer(object):
 
     def CompleteLend(self, request, context):
         """CompleteLend tells that the weights of a lend are installed; it answers when the hybrids serve. Repeating it is OK.
-        Errors: FAILED_PRECONDITION / LEND_UNKNOWN, LEND_CLOSED.
+        OK when at least one hybrid serves. Errors: NOT_FOUND / LEND_UNKNOWN; FAILED_PRECONDITION / LEND_CLOSED, NO_HYBRIDS,
+        GPU_HELD.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -234,7 +237,8 @@ class SwitchSchedulerServicer(object):
 
     def Save(self, request, context):
         """Save checkpoints the buffer through its own call and keeps the scheduler's state under the same id. The answer is a
-        small JSON manifest that the trainer writes into its step folder before its marker file.
+        small JSON manifest that the trainer writes into its step folder before its marker file. It may come before or after
+        EndStep; saved before, a resume counts step s as ended. Samples that are not committed come back: commit before Save.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -242,7 +246,8 @@ class SwitchSchedulerServicer(object):
 
     def Heartbeat(self, request, context):
         """Heartbeat says that the trainer lives. Every parked call counts as one. A lost lease only permits a newer epoch; it
-        never moves a GPU.
+        never moves a GPU, and a late heartbeat revives it while no newer epoch was granted. It also renews the sample leases of
+        the epoch in the buffer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

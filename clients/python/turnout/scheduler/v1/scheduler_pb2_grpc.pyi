@@ -24,12 +24,21 @@ Conventions of this file, which hold for every call:
   * Errors carry a canonical gRPC status and one google.rpc.ErrorInfo (domain "turnout", an UPPER_SNAKE reason, and
     metadata naming the offending field). A call that does not answer OK has changed nothing, except that a transition it
     started goes on in the service and is joined by the next call that needs it.
-  * A call is known by (run, epoch, call, step, mini_batch, attempt). A repeat joins the call under way or gets the
-    stored answer. A dropped call cancels nothing.
-  * Calls out of order are FAILED_PRECONDITION / OUT_OF_ORDER; the metadata names the call expected next.
+  * A call is known by (run, epoch, call, step, mini_batch, attempt), a call about a lend by its lend_id. A repeat joins the
+    call under way or gets the stored answer; a repeat whose other fields differ (but max_wait) is INVALID_ARGUMENT /
+    CALL_CHANGED. Only OK answers are stored: after an error the same call runs again. A dropped call cancels nothing. A
+    stream that joins first gets the newest WaitProgress and every unpaid RefillDue.
+  * Calls out of order are FAILED_PRECONDITION / OUT_OF_ORDER; the metadata names the calls expected next. EndStep may
+    follow any EndSample, or a PrepareStep that ended EXHAUSTED: the data may have run out within a step.
+  * A transition that failed: ABORTED / RECLAIM_FAILED, LEND_FAILED or ABORT_LEND_FAILED, with operation_id and mode in the
+    metadata. Repeating the call goes on with what is left.
   * `epoch` is the fencing token OpenRun granted: lower is FAILED_PRECONDITION / STALE_EPOCH, higher UNKNOWN_EPOCH.
   * Unknown run: NOT_FOUND / RUN_NOT_FOUND.
-  * Durations are in domain time unless a field says wall time.
+  * Domain time is the job's own time. It equals wall time except in tests and demos, where one domain second lasts
+    `time_scale` wall seconds. max_wait, timeout, deadlines and every `lease` in an answer (time left) are wall time; all
+    other durations are domain time.
+  * int64 is a bigint or a string in JavaScript, never a Number. An event or frame whose oneof is unset in a response
+    comes from a newer service and is to be ignored; in a request it is INVALID_ARGUMENT / BAD_FRAME.
 """
 
 import abc
@@ -476,8 +485,10 @@ class SwitchSchedulerStub(typing.Generic[_SwitchSchedulerOpenRunType, _SwitchSch
     OpenRun: _SwitchSchedulerOpenRunType
     """OpenRun opens or resumes a run: checks the configuration, grants an epoch (1 + the highest that scheduler, buffer and
     controller know), opens it at both, and answers LEND. Errors: INVALID_ARGUMENT naming the field;
-    FAILED_PRECONDITION / GPU_HELD (another open run holds a hybrid's GPU), RESUME_MISMATCH (naming both steps), NO_STANDALONE_GPUS,
-    DISAGGREGATED_ROLLOUT, BUFFER_CANNOT_WAIT; UNAVAILABLE / BUFFER_UNREACHABLE or ENGINE_UNREACHABLE.
+    FAILED_PRECONDITION / GPU_HELD (another open run holds a hybrid's GPU), RESUME_MISMATCH (naming both steps),
+    NO_STANDALONE_GPUS, DISAGGREGATED_ROLLOUT, BUFFER_CANNOT_WAIT, TRAINER_ALIVE (the predecessor's lease lives and take_over
+    is not set; metadata lease_left); UNAVAILABLE / BUFFER_UNREACHABLE or ENGINE_UNREACHABLE. It can fail after it fenced off
+    the predecessor: repeat it.
     """
 
     CloseRun: _SwitchSchedulerCloseRunType
@@ -490,7 +501,7 @@ class SwitchSchedulerStub(typing.Generic[_SwitchSchedulerOpenRunType, _SwitchSch
     """ListRuns lists runs by id."""
 
     UpdateRun: _SwitchSchedulerUpdateRunType
-    """UpdateRun changes switch configuration and policy from the next step on."""
+    """UpdateRun changes switch configuration and policy from the next step on. Unset fields keep their value."""
 
     BeginStep: _SwitchSchedulerBeginStepType
     """BeginStep opens a step: resets its waits and, if GPUs are lent, reclaims them when switching is off or the step's
@@ -522,7 +533,8 @@ class SwitchSchedulerStub(typing.Generic[_SwitchSchedulerOpenRunType, _SwitchSch
 
     CompleteLend: _SwitchSchedulerCompleteLendType
     """CompleteLend tells that the weights of a lend are installed; it answers when the hybrids serve. Repeating it is OK.
-    Errors: FAILED_PRECONDITION / LEND_UNKNOWN, LEND_CLOSED.
+    OK when at least one hybrid serves. Errors: NOT_FOUND / LEND_UNKNOWN; FAILED_PRECONDITION / LEND_CLOSED, NO_HYBRIDS,
+    GPU_HELD.
     """
 
     AbandonLend: _SwitchSchedulerAbandonLendType
@@ -530,12 +542,14 @@ class SwitchSchedulerStub(typing.Generic[_SwitchSchedulerOpenRunType, _SwitchSch
 
     Save: _SwitchSchedulerSaveType
     """Save checkpoints the buffer through its own call and keeps the scheduler's state under the same id. The answer is a
-    small JSON manifest that the trainer writes into its step folder before its marker file.
+    small JSON manifest that the trainer writes into its step folder before its marker file. It may come before or after
+    EndStep; saved before, a resume counts step s as ended. Samples that are not committed come back: commit before Save.
     """
 
     Heartbeat: _SwitchSchedulerHeartbeatType
     """Heartbeat says that the trainer lives. Every parked call counts as one. A lost lease only permits a newer epoch; it
-    never moves a GPU.
+    never moves a GPU, and a late heartbeat revives it while no newer epoch was granted. It also renews the sample leases of
+    the epoch in the buffer.
     """
 
     WatchRun: _SwitchSchedulerWatchRunType
@@ -623,8 +637,10 @@ class SwitchSchedulerServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[turnout.scheduler.v1.scheduler_pb2.OpenRunResponse, collections.abc.Awaitable[turnout.scheduler.v1.scheduler_pb2.OpenRunResponse]]:
         """OpenRun opens or resumes a run: checks the configuration, grants an epoch (1 + the highest that scheduler, buffer and
         controller know), opens it at both, and answers LEND. Errors: INVALID_ARGUMENT naming the field;
-        FAILED_PRECONDITION / GPU_HELD (another open run holds a hybrid's GPU), RESUME_MISMATCH (naming both steps), NO_STANDALONE_GPUS,
-        DISAGGREGATED_ROLLOUT, BUFFER_CANNOT_WAIT; UNAVAILABLE / BUFFER_UNREACHABLE or ENGINE_UNREACHABLE.
+        FAILED_PRECONDITION / GPU_HELD (another open run holds a hybrid's GPU), RESUME_MISMATCH (naming both steps),
+        NO_STANDALONE_GPUS, DISAGGREGATED_ROLLOUT, BUFFER_CANNOT_WAIT, TRAINER_ALIVE (the predecessor's lease lives and take_over
+        is not set; metadata lease_left); UNAVAILABLE / BUFFER_UNREACHABLE or ENGINE_UNREACHABLE. It can fail after it fenced off
+        the predecessor: repeat it.
         """
 
     @abc.abstractmethod
@@ -657,7 +673,7 @@ class SwitchSchedulerServicer(metaclass=abc.ABCMeta):
         request: turnout.scheduler.v1.scheduler_pb2.UpdateRunRequest,
         context: _ServicerContext,
     ) -> typing.Union[turnout.scheduler.v1.scheduler_pb2.UpdateRunResponse, collections.abc.Awaitable[turnout.scheduler.v1.scheduler_pb2.UpdateRunResponse]]:
-        """UpdateRun changes switch configuration and policy from the next step on."""
+        """UpdateRun changes switch configuration and policy from the next step on. Unset fields keep their value."""
 
     @abc.abstractmethod
     def BeginStep(
@@ -729,7 +745,8 @@ class SwitchSchedulerServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[turnout.scheduler.v1.scheduler_pb2.CompleteLendResponse, collections.abc.Awaitable[turnout.scheduler.v1.scheduler_pb2.CompleteLendResponse]]:
         """CompleteLend tells that the weights of a lend are installed; it answers when the hybrids serve. Repeating it is OK.
-        Errors: FAILED_PRECONDITION / LEND_UNKNOWN, LEND_CLOSED.
+        OK when at least one hybrid serves. Errors: NOT_FOUND / LEND_UNKNOWN; FAILED_PRECONDITION / LEND_CLOSED, NO_HYBRIDS,
+        GPU_HELD.
         """
 
     @abc.abstractmethod
@@ -747,7 +764,8 @@ class SwitchSchedulerServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[turnout.scheduler.v1.scheduler_pb2.SaveResponse, collections.abc.Awaitable[turnout.scheduler.v1.scheduler_pb2.SaveResponse]]:
         """Save checkpoints the buffer through its own call and keeps the scheduler's state under the same id. The answer is a
-        small JSON manifest that the trainer writes into its step folder before its marker file.
+        small JSON manifest that the trainer writes into its step folder before its marker file. It may come before or after
+        EndStep; saved before, a resume counts step s as ended. Samples that are not committed come back: commit before Save.
         """
 
     @abc.abstractmethod
@@ -757,7 +775,8 @@ class SwitchSchedulerServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[turnout.scheduler.v1.scheduler_pb2.HeartbeatResponse, collections.abc.Awaitable[turnout.scheduler.v1.scheduler_pb2.HeartbeatResponse]]:
         """Heartbeat says that the trainer lives. Every parked call counts as one. A lost lease only permits a newer epoch; it
-        never moves a GPU.
+        never moves a GPU, and a late heartbeat revives it while no newer epoch was granted. It also renews the sample leases of
+        the epoch in the buffer.
         """
 
     @abc.abstractmethod
