@@ -1,0 +1,1 @@
+"""The replay buffer: prompt groups from the moment they are added until they are consumed."""

@@ -1,0 +1,103 @@
+"""EventRing: what happened to the groups of a run, in order, as far back as memory allows.
+
+Invariants: sequence numbers rise by one from 1; the newest `capacity` events are kept, and asking for a trimmed one is
+an error that names the first kept.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from services.buffer.domain.evictions import EvictionReason
+from services.runtime.errors import out_of_range
+
+# About a hundred steps of a 512-group job, so that a scheduler that restarts finds what it missed; some 20 MB at worst.
+CAPACITY = 65_536
+
+
+class GroupEventKind(Enum):
+    """What happened; the numbers are those of the wire."""
+
+    ADDED = 1
+    STARTED = 2
+    TRAJECTORY_FINISHED = 3
+    FINISHED = 4
+    FAILED = 5
+    SAMPLED = 6
+    RETURNED = 7
+    COMMITTED = 8
+    EVICTED = 9
+    REISSUED = 10
+
+
+@dataclass(frozen=True, slots=True)
+class GroupEvent:
+    """One thing that happened to one group; `wall` in unix seconds."""
+
+    sequence: int
+    wall: float
+    kind: GroupEventKind
+    partition: str
+    group_id: str
+    born: int
+    trajectories: int = 0
+    index: int | None = None
+    lengths: tuple[int, ...] = ()
+    replica_id: str = ""
+    reasons: tuple[EvictionReason, ...] = ()
+
+
+class EventRing:
+    """The newest events of a run."""
+
+    __slots__ = ("_capacity", "_events", "next_sequence")
+
+    def __init__(self, capacity: int = CAPACITY) -> None:
+        self._capacity = capacity
+        # Position sequence % capacity, so that any event is found at once.
+        self._events: list[GroupEvent] = []
+        self.next_sequence = 1
+
+    @property
+    def first_kept(self) -> int:
+        """Sequence number of the oldest kept event, or of the next one if none is kept."""
+        return self.next_sequence - len(self._events)
+
+    def append(
+        self,
+        kind: GroupEventKind,
+        partition: str,
+        group_id: str,
+        born: int,
+        wall: float,
+        *,
+        trajectories: int = 0,
+        index: int | None = None,
+        lengths: tuple[int, ...] = (),
+        replica_id: str = "",
+        reasons: tuple[EvictionReason, ...] = (),
+    ) -> None:
+        """Add an event under the next number."""
+        event = GroupEvent(
+            self.next_sequence, wall, kind, partition, group_id, born, trajectories, index, lengths, replica_id, reasons
+        )
+        if len(self._events) < self._capacity:
+            self._events.append(event)
+        else:
+            self._events[(event.sequence - 1) % self._capacity] = event
+        self.next_sequence += 1
+
+    def read(self, sequence: int, limit: int) -> list[GroupEvent]:
+        """Up to `limit` events from `sequence` on, empty if it is not there yet.
+
+        Raises OUT_OF_RANGE / EVENTS_TRIMMED if it is no longer kept.
+        """
+        if sequence < self.first_kept:
+            raise out_of_range(
+                "EVENTS_TRIMMED",
+                f"events before {self.first_kept} are no longer kept",
+                field="from_sequence",
+                value=sequence,
+                first_kept=self.first_kept,
+            )
+        end = min(self.next_sequence, sequence + limit)
+        return [self._events[(number - 1) % self._capacity] for number in range(sequence, end)]

@@ -1,0 +1,268 @@
+"""Partition: the groups of one partition and how they come and go.
+
+Invariants: added = committed + evicted + present; every state change of a group passes the index; the depth at a step
+is exactly what Sample can hand out at it; k evictions create k refill credits, each once, and only in training
+partitions of runs with refill.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from services.buffer.domain.arrivals import Arrivals
+from services.buffer.domain.config import PartitionConfig, PartitionKind, Staleness, check_group_size
+from services.buffer.domain.depth import Depth
+from services.buffer.domain.events import GroupEventKind
+from services.buffer.domain.evictions import EvictionLog, EvictionReason
+from services.buffer.domain.group import Group, GroupState
+from services.buffer.domain.index import GroupIndex
+from services.buffer.domain.ledger import Ledger
+from services.buffer.domain.moment import Moment
+from services.buffer.domain.outputs import NOTHING, InlinePayload, Payload
+from services.buffer.domain.refill import RefillBook
+from services.buffer.domain.staleness import oldest_kept, span
+from services.buffer.domain.state import RunState
+from services.buffer.domain.trajectory import Trajectory, TrajectoryState
+from services.buffer.domain.waits import WaitBook
+from services.runtime.errors import already_exists, invalid_argument, not_found, require_id, resource_exhausted
+
+# One message of prompts by reference; more go in several calls, so that no call stops the others for long.
+MAX_GROUPS_PER_CALL = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSpec:
+    """A prompt to add; `group_size` None is the partition's default."""
+
+    group_id: str
+    group_size: int | None = None
+    prompt: Payload | InlinePayload | None = None
+    tags: Mapping[str, str] = NOTHING
+
+
+@dataclass(frozen=True, slots=True)
+class EvictionCounts:
+    """What an order to evict did: removed, not present, held by Sample."""
+
+    evicted: int
+    missing: int
+    sampled: int
+
+
+class Partition:
+    """One partition of a run."""
+
+    def __init__(self, config: PartitionConfig, state: RunState) -> None:
+        self.name = config.name
+        self.training = config.kind is PartitionKind.TRAINING
+        self.group_size = config.group_size
+        self.state = state
+        self.groups: dict[str, Group] = {}
+        self.committed: set[str] = set()
+        self.arrivals = Arrivals()
+        self.index = GroupIndex(training=self.training)
+        self.refill = RefillBook()
+        self.evictions = EvictionLog()
+        self.waits = WaitBook()
+        self.supply_ended = False
+        self._added = 0
+
+    @property
+    def staleness(self) -> Staleness:
+        """The bound on age that holds now."""
+        return self.state.config.staleness
+
+    @property
+    def filter_metric(self) -> str | None:
+        """The reward whose zero variance makes a group worthless, where filters apply."""
+        return self.state.config.group_filter_metric if self.training else None
+
+    def require(self, group_id: str) -> Group:
+        """The present group of that id. Raises NOT_FOUND / GROUP_NOT_FOUND."""
+        group = self.groups.get(group_id)
+        if group is None:
+            message = "no such group: it was never added, or it was evicted or committed"
+            raise not_found("GROUP_NOT_FOUND", message, field="group_id", value=group_id, partition=self.name)
+        return group
+
+    # ------------------------------------------------------------------------------------------------------- admission
+
+    def check_add(self, specs: Sequence[GroupSpec]) -> None:
+        """Raise unless the whole batch can be added."""
+        if len(specs) > MAX_GROUPS_PER_CALL:
+            message = f"one call adds at most {MAX_GROUPS_PER_CALL} groups"
+            raise invalid_argument("groups", message, value=len(specs), reason="TOO_MANY_GROUPS")
+        seen: set[str] = set()
+        size = 0
+        for position, spec in enumerate(specs):
+            where = f"groups[{position}]"
+            require_id(f"{where}.group_id", spec.group_id)
+            if spec.group_size is not None:
+                check_group_size(f"{where}.group_size", spec.group_size)
+            if spec.prompt is not None:
+                size += self.state.payloads.check(f"{where}.prompt", spec.prompt)
+            if spec.group_id in seen or spec.group_id in self.groups or spec.group_id in self.committed:
+                message = "a group of this id is in the same call, or is or was in the partition"
+                raise already_exists("GROUP_EXISTS", message, field=f"{where}.group_id", value=spec.group_id)
+            seen.add(spec.group_id)
+        caps = self.state.config.caps
+        if self.state.groups + len(specs) > caps.max_groups:
+            message = (
+                f"{self.state.groups} groups are present, {len(specs)} more would pass the cap of {caps.max_groups}"
+            )
+            raise resource_exhausted("CAP_GROUPS", message, field="groups", value=len(specs), cap=caps.max_groups)
+        if size:
+            self.state.payloads.check_room(size, caps.max_bytes, "groups")
+
+    def add(self, specs: Sequence[GroupSpec], step: int, at: Moment) -> None:
+        """Add a batch that passed `check_add`, born at `step`."""
+        state = self.state
+        for spec in specs:
+            state.sequence += 1
+            group = Group(
+                spec.group_id,
+                state.sequence,
+                step,
+                [Trajectory() for _ in range(spec.group_size or self.group_size)],
+                at.wall,
+                prompt=None if spec.prompt is None else state.payloads.keep(spec.prompt),
+                tags=spec.tags,
+            )
+            self.groups[spec.group_id] = group
+            self.arrivals.add(group)
+            self.index.enter(group)
+            self.log(GroupEventKind.ADDED, group, at, trajectories=group.size)
+        self._added += len(specs)
+        state.groups += len(specs)
+
+    # --------------------------------------------------------------------------------------------------------- leaving
+
+    def end_claims(self, group: Group) -> None:
+        """No worker holds a trajectory of the group any more."""
+        if group.live and group.running:
+            for index, trajectory in enumerate(group.trajectories):
+                if trajectory.state is TrajectoryState.RUNNING:
+                    self.state.claims.release(trajectory.claim_id, index)
+
+    def _remove(self, group: Group, final: GroupState) -> None:
+        self.index.leave(group)
+        group.state = final
+        del self.groups[group.group_id]
+        self.arrivals.removed()
+        self.state.groups -= 1
+
+    def commit(self, groups: Iterable[Group], at: Moment) -> None:
+        """Sampled groups are consumed; their payloads stay until the lease lets them go."""
+        for group in groups:
+            self._remove(group, GroupState.COMMITTED)
+            self.committed.add(group.group_id)
+            self.log(GroupEventKind.COMMITTED, group, at)
+
+    def take_back(self, groups: Iterable[Group], at: Moment) -> None:
+        """Sampled groups come back, with their place by age."""
+        for group in groups:
+            self.index.leave(group)
+            group.come_back()
+            self.index.enter(group)
+            self.log(GroupEventKind.RETURNED, group, at)
+
+    def evict_due(self, at: Moment) -> int:
+        """Evict what is due at the current step; returns how many groups that were."""
+        if not self.training:
+            return 0
+        due = self.index.due(self.state.step, self.staleness)
+        for group in due:
+            self._evict(group, self._reasons(group), at)
+        if self.state.config.refill:
+            self.refill.add(len(due))
+        return len(due)
+
+    def evict_requested(self, group_ids: Iterable[str], *, refill: bool, at: Moment) -> EvictionCounts:
+        """Evict groups on the caller's order, those that Sample holds excepted."""
+        evicted = missing = sampled = 0
+        for group_id in dict.fromkeys(group_ids):
+            group = self.groups.get(group_id)
+            if group is None:
+                missing += 1
+            elif group.state is GroupState.SAMPLED:
+                sampled += 1
+            else:
+                due = self._reasons(group) if self.training else ()
+                self._evict(group, (*due, EvictionReason.REQUESTED), at)
+                evicted += 1
+        if refill and self.training:
+            self.refill.add(evicted)
+        return EvictionCounts(evicted, missing, sampled)
+
+    def _reasons(self, group: Group) -> tuple[EvictionReason, ...]:
+        reasons: list[EvictionReason] = []
+        if group.state is GroupState.FINISHED:
+            kept = oldest_kept(self.staleness, self.state.step)
+            if kept is not None and group.born < kept:
+                reasons.append(EvictionReason.STALE)
+            if group.zero_variance:
+                reasons.append(EvictionReason.ZERO_VARIANCE)
+        elif group.state is GroupState.FAILED:
+            reasons.append(EvictionReason.FAILED)
+        return tuple(reasons)
+
+    def _evict(self, group: Group, reasons: tuple[EvictionReason, ...], at: Moment) -> None:
+        self.end_claims(group)
+        self._remove(group, GroupState.EVICTED)
+        self.state.payloads.drop(group.payloads())
+        self.evictions.record(reasons, span(self.state.step, group.born))
+        self.log(GroupEventKind.EVICTED, group, at, reasons=reasons)
+
+    # --------------------------------------------------------------------------------------------------------- reading
+
+    def depth(self, step: int, now: float) -> Depth:
+        """The depth at a step; changes nothing."""
+        oldest = self.index.longest_running()
+        return Depth(
+            step=step,
+            sampleable=self.index.sampleable(step, self.staleness),
+            counts=self.index.snapshot(),
+            hold=self.index.hold(step, self.staleness),
+            unpaid_credits=self.refill.unpaid,
+            supply_ended=self.supply_ended,
+            oldest_running_group_id="" if oldest is None else oldest.group_id,
+            oldest_running_for=0.0 if oldest is None else max(0.0, now - oldest.started_at),
+        )
+
+    def ledger(self) -> Ledger:
+        """The account of every group that was ever added."""
+        return Ledger(
+            added=self._added,
+            committed=len(self.committed),
+            evicted=self.evictions.total.evicted,
+            evicted_by_reason=self.evictions.total.by_reason.copy(),
+            present=self.index.snapshot(),
+            credits_created=self.refill.created,
+            credits_paid=self.refill.paid,
+            credits_cancelled=self.refill.cancelled,
+        )
+
+    def log(
+        self,
+        kind: GroupEventKind,
+        group: Group,
+        at: Moment,
+        *,
+        trajectories: int = 0,
+        index: int | None = None,
+        lengths: tuple[int, ...] = (),
+        replica_id: str = "",
+        reasons: tuple[EvictionReason, ...] = (),
+    ) -> None:
+        """Tell what happened to a group."""
+        self.state.events.append(
+            kind,
+            self.name,
+            group.group_id,
+            group.born,
+            at.wall,
+            trajectories=trajectories,
+            index=index,
+            lengths=lengths,
+            replica_id=replica_id,
+            reasons=reasons,
+        )

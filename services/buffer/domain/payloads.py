@@ -1,0 +1,181 @@
+"""PayloadBook: which bytes are kept, for whom, and how many.
+
+Invariants: bytes of the buffer's own store live as long as something names them or their upload lease lasts; `held` is
+the sum of the declared sizes of everything kept, external payloads included; a payload is named only if it exists with
+that size and CRC. The bytes themselves are the business of a PayloadStore.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from services.buffer.domain.deadlines import Deadlines
+from services.buffer.domain.ids import Ids
+from services.buffer.domain.outputs import InlinePayload, Output, Payload
+from services.runtime.errors import invalid_argument, not_found, require_id, resource_exhausted
+
+# Larger payloads go through PutPayload: many inline ones travel in one message, whose size is bounded.
+MAX_INLINE_BYTES = 256 * 1024
+
+
+class PayloadStore(Protocol):
+    """Where the bytes of the buffer's own payloads are."""
+
+    def put(self, payload_id: str, data: bytes) -> None:
+        """Keep `data` under a new id."""
+
+    def read(self, payload_id: str, offset: int, size: int) -> bytes:
+        """Up to `size` bytes from `offset` on; the id exists."""
+
+    def delete(self, payload_id: str) -> None:
+        """Forget the bytes of an id that exists."""
+
+
+class MemoryPayloadStore:
+    """A PayloadStore in memory."""
+
+    def __init__(self) -> None:
+        self._data: dict[str, bytes] = {}
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def put(self, payload_id: str, data: bytes) -> None:
+        """Keep `data` under a new id."""
+        self._data[payload_id] = data
+
+    def read(self, payload_id: str, offset: int, size: int) -> bytes:
+        """Up to `size` bytes from `offset` on; the id exists."""
+        data = self._data[payload_id]
+        return data if not offset and size >= len(data) else data[offset : offset + size]
+
+    def delete(self, payload_id: str) -> None:
+        """Forget the bytes of an id that exists."""
+        del self._data[payload_id]
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    size: int
+    crc32c: int
+    holders: int
+
+
+class PayloadBook:
+    """The payloads of one run."""
+
+    __slots__ = ("_entries", "_ids", "_store", "_uploads", "held")
+
+    def __init__(self, store: PayloadStore, ids: Ids) -> None:
+        self._store = store
+        self._ids = ids
+        self._entries: dict[str, _Entry] = {}
+        self._uploads = Deadlines()
+        self.held = 0
+
+    def check_room(self, size: int, limit: int, field: str) -> None:
+        """Raise RESOURCE_EXHAUSTED / CAP_BYTES if `size` more bytes would pass `limit`."""
+        if self.held + size > limit:
+            raise resource_exhausted(
+                "CAP_BYTES",
+                f"{self.held} bytes are held, {size} more would pass the cap of {limit}",
+                field=field,
+                held=self.held,
+                value=size,
+                cap=limit,
+            )
+
+    def upload(self, data: bytes, crc32c: int, until: float) -> Payload:
+        """Keep uploaded bytes until `until`, or for as long as something names them."""
+        payload = self._store_new(InlinePayload(data, crc32c), holders=0)
+        self._uploads.set(payload.id, until)
+        return replace(payload, inline=False)
+
+    def check(self, field: str, payload: Payload | InlinePayload) -> int:
+        """Raise unless the payload can be named; returns the bytes that naming it would add."""
+        if isinstance(payload, InlinePayload):
+            if payload.size > MAX_INLINE_BYTES:
+                message = f"an inline payload has at most {MAX_INLINE_BYTES} bytes; larger ones go through PutPayload"
+                raise invalid_argument(f"{field}.inline", message, value=payload.size, reason="PAYLOAD_TOO_LARGE")
+            return payload.size
+        if payload.store:
+            require_id(f"{field}.ref.store", payload.store)
+            require_id(f"{field}.ref.id", payload.id)
+            if payload.size < 0:
+                message = "the size of a payload must not be negative"
+                raise invalid_argument(f"{field}.ref.size", message, value=payload.size, reason="OUT_OF_RANGE")
+            return payload.size
+        entry = self._entries.get(payload.id)
+        if entry is None:
+            raise not_found("PAYLOAD_NOT_FOUND", "no such payload", field=f"{field}.ref.id", value=payload.id)
+        if (entry.size, entry.crc32c) != (payload.size, payload.crc32c):
+            message = f"the payload has {entry.size} bytes and CRC32C {entry.crc32c:#010x}"
+            raise invalid_argument(f"{field}.ref", message, value=payload.id, reason="PAYLOAD_MISMATCH")
+        return 0
+
+    def keep(self, payload: Payload | InlinePayload) -> Payload:
+        """Name a payload that passed `check`."""
+        if isinstance(payload, InlinePayload):
+            return self._store_new(payload, holders=1)
+        if payload.store:
+            self.held += payload.size
+        else:
+            self._entries[payload.id].holders += 1
+            self._uploads.discard(payload.id)
+        return payload
+
+    def keep_outputs(self, outputs: Iterable[Output]) -> tuple[Output, ...]:
+        """The outputs with every payload named; they passed `check_outputs`."""
+        return tuple(
+            output if output.payload is None else replace(output, payload=self.keep(output.payload))
+            for output in outputs
+        )
+
+    def check_outputs(self, field: str, outputs: Iterable[Output]) -> None:
+        """Raise unless every payload of the outputs can be named."""
+        for position, output in enumerate(outputs):
+            if output.payload is not None:
+                self.check(f"{field}[{position}].payload", output.payload)
+
+    def drop(self, payloads: Iterable[Payload]) -> int:
+        """Something no longer names these; returns the bytes that are gone for good."""
+        before = self.held
+        for payload in payloads:
+            if payload.store:
+                self.held -= payload.size
+                continue
+            entry = self._entries[payload.id]
+            entry.holders -= 1
+            if not entry.holders:
+                self._forget(payload.id)
+        return before - self.held
+
+    def read(self, payload: Payload, offset: int, size: int) -> bytes:
+        """Up to `size` bytes of a payload of the own store, from `offset` on."""
+        return self._store.read(payload.id, offset, size)
+
+    def next_expiry(self) -> float | None:
+        """When the first unnamed upload ends."""
+        return self._uploads.next()
+
+    def expire(self, now: float) -> None:
+        """Forget the uploads that nobody named in time."""
+        for payload_id in self._uploads.pop_due(now):
+            self._forget(payload_id)
+
+    def clear(self) -> None:
+        """Forget everything: the run is deleted."""
+        for payload_id in list(self._entries):
+            self._forget(payload_id)
+        self.held = 0
+
+    def _store_new(self, payload: InlinePayload, *, holders: int) -> Payload:
+        payload_id = self._ids.make("payload")
+        self._store.put(payload_id, payload.data)
+        self._entries[payload_id] = _Entry(payload.size, payload.crc32c, holders)
+        self.held += payload.size
+        return Payload(payload_id, payload.size, payload.crc32c, "", payload.content_type, inline=True)
+
+    def _forget(self, payload_id: str) -> None:
+        self.held -= self._entries.pop(payload_id).size
+        self._store.delete(payload_id)

@@ -1,0 +1,131 @@
+"""Pump: what a change in a partition means for those who wait in it.
+
+Invariants: evictions happen only while a trainer waits, and each creates its credit before anything else is decided;
+waits that watch see the depth before a Sample consumes it; Samples are met in the order of (target, arrival), with
+disjoint batches, and never while a hold stands; one pass leaves nothing to do until something changes again.
+"""
+
+from dataclasses import dataclass, field
+
+from services.buffer.domain.depth import Depth
+from services.buffer.domain.events import GroupEventKind
+from services.buffer.domain.evictions import EvictionSummary
+from services.buffer.domain.leases import Lease
+from services.buffer.domain.moment import Moment
+from services.buffer.domain.partition import Partition
+from services.buffer.domain.refill import RefillClaim
+from services.buffer.domain.waits import StepWaits, Wait, WaitEnd, WaitOutcome
+
+
+@dataclass(slots=True)
+class Pumped:
+    """What the waits are to be told, in this order."""
+
+    refills: list[tuple[Wait, RefillClaim]] = field(default_factory=list)
+    ended: list[tuple[Wait, WaitEnd]] = field(default_factory=list)
+
+
+def pump(partition: Partition, at: Moment) -> Pumped:
+    """Evict, show refill claims, and end the waits that can end."""
+    pumped = Pumped()
+    trainer = next(iter(partition.waits.trainers.values()), None)
+    if trainer is not None:
+        partition.evict_due(at)
+        if not partition.supply_ended:
+            shown = partition.refill.show(trainer.order, partition.state.ids)
+            pumped.refills = [(trainer, claim) for claim in shown]
+    for step, waits in partition.waits.steps():
+        _meet(partition, step, waits, at, pumped)
+    if partition.supply_ended:
+        for step, waits in partition.waits.steps():
+            _exhaust(partition, step, waits, at, pumped)
+    return pumped
+
+
+def _meet(partition: Partition, step: int, waits: StepWaits, at: Moment, pumped: Pumped) -> None:
+    held = partition.index.hold(step, partition.staleness) is not None
+    reached = 0 if held else partition.index.sampleable(step, partition.staleness)
+    while waits.watches and waits.watches[0].target <= reached:
+        _end(partition, waits.watches[0], WaitOutcome.REACHED, at, pumped)
+    while waits.samples and not held and waits.samples[0].target <= reached:
+        wait = waits.samples[0]
+        reached -= wait.target
+        lease = _lease(partition, wait, at)
+        same = [other for other in waits.samples if wait.request_id and other.request_id == wait.request_id]
+        for other in same or [wait]:
+            _end(partition, other, WaitOutcome.REACHED, at, pumped, lease)
+
+
+def _exhaust(partition: Partition, step: int, waits: StepWaits, at: Moment, pumped: Pumped) -> None:
+    reachable = partition.index.sampleable(step, partition.staleness) + partition.index.counts.in_flight
+    for queue in (waits.watches, waits.samples):
+        while queue and queue[-1].target > reachable:
+            _end(partition, queue[-1], WaitOutcome.EXHAUSTED, at, pumped)
+
+
+def _end(
+    partition: Partition, wait: Wait, outcome: WaitOutcome, at: Moment, pumped: Pumped, lease: Lease | None = None
+) -> None:
+    partition.waits.remove(wait)
+    pumped.ended.append((wait, end_of(partition, wait, outcome, at, lease)))
+
+
+def _lease(partition: Partition, wait: Wait, at: Moment) -> Lease:
+    groups = partition.index.oldest(wait.step, partition.staleness, wait.target)
+    lease = Lease(
+        partition.state.ids.make("lease"),
+        partition.name,
+        wait.step,
+        groups,
+        tuple(group.group_id for group in groups),
+        wait.request_id,
+        wait.fingerprint,
+        auto_commit=wait.auto_commit,
+    )
+    for group in groups:
+        partition.index.leave(group)
+        group.lease(lease.lease_id)
+        partition.index.enter(group)
+        partition.log(GroupEventKind.SAMPLED, group, at)
+    partition.state.leases.open(lease)
+    return lease
+
+
+def time_out(partition: Partition, wait: Wait, at: Moment) -> WaitEnd:
+    """End a wait whose time passed."""
+    partition.waits.remove(wait)
+    held = partition.index.hold(wait.step, partition.staleness) is not None
+    reached = partition.index.sampleable(wait.step, partition.staleness) >= wait.target
+    return end_of(partition, wait, WaitOutcome.HELD if held and reached else WaitOutcome.TIMED_OUT, at)
+
+
+def end_of(partition: Partition, wait: Wait, outcome: WaitOutcome, at: Moment, lease: Lease | None = None) -> WaitEnd:
+    """The final event of a wait that ends now."""
+    depth = partition.depth(wait.step, at.now)
+    evictions = partition.evictions.since(wait.cursor)
+    reason = "" if outcome is WaitOutcome.REACHED else _explain(depth, wait.target, evictions)
+    return WaitEnd(outcome, depth, evictions, partition.evictions.cursor(), reason, lease)
+
+
+def _explain(depth: Depth, target: int, evictions: EvictionSummary) -> str:
+    """One sentence on what stands in the way."""
+    counts = depth.counts
+    parts = [
+        f"{depth.sampleable} of {target} groups are sampleable, {counts.pending} pending, {counts.running} running"
+    ]
+    if counts.sampled:
+        parts.append(f"{counts.sampled} leased by Sample")
+    if depth.oldest_running_group_id:
+        running = f"{depth.oldest_running_group_id!r} has been running longest, for {depth.oldest_running_for:.1f} s"
+        parts.append(running)
+    if depth.hold is not None:
+        parts.append(f"{depth.hold.group_id!r} with span {depth.hold.span} holds sampling")
+    dominant = evictions.dominant()
+    if dominant is not None:
+        share = evictions.by_reason[dominant]
+        parts.append(f"{evictions.evicted} evicted meanwhile, mostly {dominant.name.lower()} ({share})")
+    if depth.unpaid_credits:
+        parts.append(f"{depth.unpaid_credits} refill prompts are owed")
+    if depth.supply_ended:
+        parts.append("no more prompts will come")
+    return "; ".join(parts)

@@ -1,0 +1,254 @@
+"""Results: how trajectories and groups settle.
+
+Invariants: a trajectory settles once, and only in the hands of its present claim or, if it was never claimed, of a
+caller without a token; a group finishes when its last trajectory does, and fails at once when one fails for good. A
+retried failure makes only that trajectory pending again; the group is born again only if it is then wholly re-issued:
+nothing runs, nothing finished and no partial output is kept.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from services.buffer.domain.claims import Claim, ClaimToken, stale_claim
+from services.buffer.domain.events import GroupEventKind
+from services.buffer.domain.group import Group, GroupState, kept_payloads
+from services.buffer.domain.moment import Moment
+from services.buffer.domain.outputs import (
+    Output,
+    check_finished,
+    check_partial,
+    last_replica,
+    same_outputs,
+    total_length,
+)
+from services.buffer.domain.partition import Partition
+from services.buffer.domain.trajectory import Trajectory, TrajectoryState, cut_error
+from services.runtime.errors import TurnoutError, already_exists, failed_precondition, invalid_argument, require_id
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What one trajectory produced."""
+
+    group_id: str
+    index: int
+    outputs: tuple[Output, ...]
+    token: ClaimToken | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """One failed attempt; `interrupted` is through no fault of its own and uses up no attempt."""
+
+    group_id: str
+    index: int
+    token: ClaimToken | None = None
+    retryable: bool = False
+    error: str = ""
+    partial: tuple[Output, ...] = ()
+    interrupted: bool = False
+
+
+def finish(partition: Partition, result: Result, at: Moment) -> None:
+    """Settle a trajectory with its result; the same result again has no effect."""
+    group, trajectory = _find(partition, result.group_id, result.index)
+    check_finished(result.outputs)
+    _check_metric(partition.filter_metric, result.outputs)
+    if trajectory.state is TrajectoryState.FINISHED and group.state in (GroupState.RUNNING, GroupState.FINISHED):
+        if same_outputs(trajectory.outputs, result.outputs):
+            return
+        raise already_exists(
+            "TRAJECTORY_SETTLED",
+            "the trajectory has finished with another result",
+            field="index",
+            group_id=group.group_id,
+            value=result.index,
+        )
+    _check_open(group, trajectory, result.token)
+    payloads = partition.state.payloads
+    payloads.check_outputs("outputs", result.outputs)
+
+    outputs = payloads.keep_outputs(result.outputs)
+    payloads.drop(kept_payloads(trajectory.partial))
+    started = group.state is GroupState.PENDING
+    if started:
+        partition.index.leave(group)
+        group.started_at = at.now
+    if trajectory.state is TrajectoryState.RUNNING:
+        partition.state.claims.release(trajectory.claim_id, result.index)
+    group.settle(result.index, outputs)
+    if started:
+        partition.index.enter(group)
+    else:
+        partition.index.work_changed(group)
+    partition.log(
+        GroupEventKind.TRAJECTORY_FINISHED,
+        group,
+        at,
+        index=result.index,
+        lengths=(total_length(outputs),),
+        replica_id=last_replica(outputs),
+    )
+    if group.finished == group.size:
+        _finish_group(partition, group, at)
+
+
+def fail(partition: Partition, failure: Failure, at: Moment) -> None:
+    """Report a failed attempt."""
+    group, trajectory = _find(partition, failure.group_id, failure.index)
+    check_partial(failure.partial)
+    if trajectory.state is TrajectoryState.FINISHED and group.state in (GroupState.RUNNING, GroupState.FINISHED):
+        raise already_exists(
+            "TRAJECTORY_SETTLED",
+            "the trajectory has finished",
+            field="index",
+            group_id=group.group_id,
+            value=failure.index,
+        )
+    _check_open(group, trajectory, failure.token)
+    partition.state.payloads.check_outputs("partial.outputs", failure.partial)
+    _lose_attempt(partition, group, failure, at)
+
+
+def expire(partition: Partition, claim: Claim, at: Moment) -> None:
+    """A claim ended with trajectories open: each is a retryable failure without partial output."""
+    for index in sorted(claim.open):
+        if claim.group.live:
+            failure = Failure(claim.group.group_id, index, claim.token, retryable=True, error="the claim expired")
+            _lose_attempt(partition, claim.group, failure, at)
+
+
+def finish_group(partition: Partition, group_id: str, at: Moment) -> int:
+    """Close a group with the trajectories it has; returns how many those are."""
+    group = _find_group(partition, group_id)
+    _check_not_sampled(group)
+    if group.state is GroupState.FAILED:
+        raise _group_failed(group)
+    if not group.finished:
+        raise failed_precondition(
+            "NOTHING_FINISHED", "not one trajectory of the group is finished", field="group_id", value=group_id
+        )
+    if group.live:
+        _finish_group(partition, group, at)
+    return group.finished
+
+
+def fail_group(partition: Partition, group_id: str, error: str, at: Moment) -> None:
+    """Fail a whole group at once, whatever its trajectories did."""
+    group = _find_group(partition, group_id)
+    _check_not_sampled(group)
+    if group.state is not GroupState.FAILED:
+        _fail_group(partition, group, cut_error(error), at)
+
+
+def report_progress(partition: Partition, result: Result, done: int, total: int | None) -> None:
+    """Note how far a running trajectory is."""
+    group, trajectory = _find(partition, result.group_id, result.index)
+    for name, value in (("done", done), ("total", total)):
+        if value is not None and value < 0:
+            raise invalid_argument(name, f"{name} must not be negative", value=value, reason="OUT_OF_RANGE")
+    _check_open(group, trajectory, result.token)
+    trajectory.done = done
+
+
+def _find_group(partition: Partition, group_id: str) -> Group:
+    require_id("group_id", group_id)
+    return partition.require(group_id)
+
+
+def _find(partition: Partition, group_id: str, index: int) -> tuple[Group, Trajectory]:
+    group = _find_group(partition, group_id)
+    if not 0 <= index < group.size:
+        message = f"the group has trajectories 0 to {group.size - 1}"
+        raise invalid_argument("index", message, value=index, reason="INDEX_OUT_OF_RANGE", group_id=group_id)
+    return group, group.trajectories[index]
+
+
+def _check_metric(metric: str | None, outputs: Iterable[Output]) -> None:
+    if metric is None:
+        return
+    for position, output in enumerate(outputs):
+        if metric not in output.rewards:
+            message = f"the group filter needs the reward {metric!r} on every output"
+            raise invalid_argument(f"outputs[{position}].rewards", message, value=metric, reason="REWARD_MISSING")
+
+
+def _check_not_sampled(group: Group) -> None:
+    if group.state is GroupState.SAMPLED:
+        raise failed_precondition("GROUP_SAMPLED", "Sample holds the group", field="group_id", value=group.group_id)
+
+
+def _group_failed(group: Group) -> TurnoutError:
+    return failed_precondition("GROUP_FAILED", "the group has failed", field="group_id", value=group.group_id)
+
+
+def _check_open(group: Group, trajectory: Trajectory, token: ClaimToken | None) -> None:
+    """Raise unless the trajectory can settle under this token."""
+    _check_not_sampled(group)
+    if group.state is GroupState.FAILED:
+        raise _group_failed(group)
+    if trajectory.state is TrajectoryState.FAILED:
+        raise failed_precondition(
+            "TRAJECTORY_FAILED", "the group was closed without this trajectory", field="group_id", value=group.group_id
+        )
+    if token is None:
+        if trajectory.claim_id:
+            raise stale_claim(None)
+    elif trajectory.state is not TrajectoryState.RUNNING or token != ClaimToken(
+        trajectory.claim_id, trajectory.attempt
+    ):
+        raise stale_claim(token)
+
+
+def _lose_attempt(partition: Partition, group: Group, failure: Failure, at: Moment) -> None:
+    state = partition.state
+    trajectory = group.trajectories[failure.index]
+    error = cut_error(failure.error)
+    uses_attempt = not failure.interrupted
+    if uses_attempt and (not failure.retryable or trajectory.failures + 1 >= state.config.max_attempts):
+        trajectory.failures += 1
+        trajectory.error = error
+        _fail_group(partition, group, error, at)
+        return
+    partial: tuple[Output, ...] = ()
+    if state.config.partial_rollout and total_length(failure.partial):
+        partial = state.payloads.keep_outputs(failure.partial)
+        state.payloads.drop(kept_payloads(trajectory.partial))
+    if trajectory.state is TrajectoryState.RUNNING:
+        state.claims.release(trajectory.claim_id, failure.index)
+    group.reissue(failure.index, error, uses_attempt=uses_attempt, partial=partial)
+    if group.wholly_reissued:
+        partition.index.leave(group)
+        group.state = GroupState.PENDING
+        group.born = state.step
+        partition.index.enter(group)
+    else:
+        partition.index.work_changed(group)
+    partition.log(GroupEventKind.REISSUED, group, at, trajectories=1)
+
+
+def _finish_group(partition: Partition, group: Group, at: Moment) -> None:
+    partition.end_claims(group)
+    _drop_partials(partition, group)
+    partition.index.leave(group)
+    group.finish(partition.filter_metric)
+    partition.index.enter(group)
+    lengths = tuple(total_length(trajectory.outputs) for trajectory in group.trajectories)
+    partition.log(GroupEventKind.FINISHED, group, at, lengths=lengths)
+
+
+def _fail_group(partition: Partition, group: Group, error: str, at: Moment) -> None:
+    partition.end_claims(group)
+    _drop_partials(partition, group)
+    partition.index.leave(group)
+    group.fail(error)
+    partition.index.enter(group)
+    partition.log(GroupEventKind.FAILED, group, at)
+
+
+def _drop_partials(partition: Partition, group: Group) -> None:
+    """The kept output of trajectories that will not be continued any more goes."""
+    for trajectory in group.trajectories:
+        if trajectory.partial:
+            partition.state.payloads.drop(kept_payloads(trajectory.partial))
+            trajectory.partial = ()

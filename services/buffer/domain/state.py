@@ -1,0 +1,31 @@
+"""RunState: what all partitions of a run share.
+
+Invariants: `step` is the highest step of a call that carried the then current epoch and never falls; `groups` counts
+the groups present in all partitions.
+"""
+
+from dataclasses import dataclass, field
+
+from services.buffer.domain.claims import ClaimBook
+from services.buffer.domain.config import RunConfig
+from services.buffer.domain.events import EventRing
+from services.buffer.domain.ids import Ids
+from services.buffer.domain.leases import LeaseBook
+from services.buffer.domain.payloads import PayloadBook
+
+
+@dataclass(slots=True, eq=False)
+class RunState:
+    """Shared state; `contact_at` is the domain time of the trainer's last call."""
+
+    config: RunConfig
+    ids: Ids
+    payloads: PayloadBook
+    epoch: int = 0
+    step: int = 0
+    contact_at: float = 0.0
+    groups: int = 0
+    sequence: int = 0
+    events: EventRing = field(default_factory=EventRing)
+    claims: ClaimBook = field(default_factory=ClaimBook)
+    leases: LeaseBook = field(default_factory=LeaseBook)

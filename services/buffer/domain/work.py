@@ -1,0 +1,56 @@
+"""Work: how pending trajectories get into workers' hands.
+
+Invariants: the oldest group by (born step, arrival) goes first; a GATE keeps unstarted groups back while it is closed
+and never those already started; under WAIT a group that nobody started and that is too old is born again as it is
+claimed.
+"""
+
+from services.buffer.domain.claims import Claim, ClaimToken
+from services.buffer.domain.events import GroupEventKind
+from services.buffer.domain.group import GroupState
+from services.buffer.domain.moment import Moment
+from services.buffer.domain.partition import Partition
+from services.buffer.domain.staleness import reborn_at_claim
+
+
+def gate_open(partition: Partition) -> bool:
+    """Whether a group that nobody started may be handed out."""
+    limit = partition.state.config.gate_limit if partition.training else None
+    counts = partition.index.counts
+    return limit is None or counts.running + counts.finished < limit
+
+
+def has_work(partition: Partition) -> bool:
+    """Whether a worker would get something now."""
+    return partition.index.next_work(unstarted=gate_open(partition)) is not None
+
+
+def claim(partition: Partition, worker_id: str, limit: int, at: Moment) -> list[Claim]:
+    """Hand up to `limit` trajectories to a worker, as one claim per group and attempt, oldest group first."""
+    claims: list[Claim] = []
+    while limit > 0 and (made := _claim_one(partition, worker_id, limit, at)) is not None:
+        limit -= len(made.open)
+        claims.append(made)
+    return claims
+
+
+def _claim_one(partition: Partition, worker_id: str, limit: int, at: Moment) -> Claim | None:
+    group = partition.index.next_work(unstarted=gate_open(partition))
+    if group is None:
+        return None
+    state = partition.state
+    claim_id = state.ids.make("claim")
+    if group.state is GroupState.PENDING:
+        partition.index.leave(group)
+        if partition.training and reborn_at_claim(partition.staleness, state.step, group.born):
+            group.born = state.step
+        attempt, indices = group.take(limit, claim_id)
+        group.started_at = at.now
+        partition.index.enter(group)
+    else:
+        attempt, indices = group.take(limit, claim_id)
+        partition.index.work_changed(group)
+    made = Claim(ClaimToken(claim_id, attempt), partition.name, group, worker_id, set(indices))
+    state.claims.open(made, at.now + state.config.lease_times.claim)
+    partition.log(GroupEventKind.STARTED, group, at, trajectories=len(indices))
+    return made
