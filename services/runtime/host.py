@@ -69,7 +69,7 @@ class HostedService(ABC):
         """Finish what must not be cut. `HostContext.draining` is set already; new calls may still arrive."""
 
     async def close(self) -> None:  # noqa: B027
-        """Flush and release, also after a failed start. No call is at work any more and the background tasks are gone."""
+        """Flush and release, also after a failed start. No call is at work and no background task runs any more."""
 
 
 Build: TypeAlias = Callable[[HostContext], HostedService]
