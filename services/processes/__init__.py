@@ -1,0 +1,1 @@
+"""Child processes of the command: started together, watched, and never left behind."""

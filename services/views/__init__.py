@@ -1,0 +1,1 @@
+"""Every picture and live view."""

@@ -1,0 +1,43 @@
+"""The demo's table: the same figures for the job without and with switching."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rich.table import Table
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One figure of both jobs, ready to print."""
+
+    name: str
+    off: str
+    on: str
+    change: str = ""
+
+
+def comparison_table(title: str, on_heading: str, lines: list[Line]) -> Table:
+    """Return the table."""
+    table = Table(title=title, title_justify="left", title_style="bold")
+    table.add_column("")
+    for heading in ("switching off", on_heading, "change"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for line in lines:
+        table.add_row(line.name, line.off, line.on, line.change)
+    return table
+
+
+def duration(seconds: float) -> str:
+    """Return a length of time for people: `38 min 05 s`, `1 h 02 min`."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{seconds:.1f} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def relative(off: float, on: float) -> str:
+    """Return how much `on` differs from `off`: `-11.8 %`."""
+    return f"{100 * (on / off - 1):+.1f} %" if off else ""
