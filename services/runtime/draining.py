@@ -15,6 +15,11 @@ from services.runtime.errors import TurnoutError, unavailable
 T = TypeVar("T")
 
 
+def draining_error() -> TurnoutError:
+    """What a call that cannot be answered any more ends with."""
+    return unavailable("DRAINING", "the service is stopping; the call may be repeated")
+
+
 class Draining:
     """One per service; parked calls race against it."""
 
@@ -30,14 +35,10 @@ class Draining:
         """Begin to drain."""
         self._event.set()
 
-    def error(self) -> TurnoutError:
-        """What a call that cannot be answered any more ends with."""
-        return unavailable("DRAINING", "the service is stopping; the call may be repeated")
-
     def check(self) -> None:
         """Raise UNAVAILABLE / DRAINING if the service is stopping."""
         if self.is_set:
-            raise self.error()
+            raise draining_error()
 
     async def wait(self) -> None:
         """Return once the service is stopping."""
@@ -51,7 +52,7 @@ class Draining:
             await asyncio.wait((work, stop), return_when=asyncio.FIRST_COMPLETED)
             if work.done():
                 return work.result()
-            raise self.error()
+            raise draining_error()
         finally:
             for task in (work, stop):
                 task.cancel()

@@ -18,6 +18,7 @@ from typing import Any, Final, TypeAlias
 import grpc
 import grpc.aio
 
+from services.runtime.draining import draining_error
 from services.runtime.errors import TurnoutError, internal, invalid_argument, unavailable, unimplemented
 from services.runtime.logs import get_logger
 from services.runtime.metrics import CallMetrics
@@ -40,13 +41,27 @@ class InFlight:
 
     def __init__(self) -> None:
         self._calls: dict[asyncio.Task[Any], str] = {}
+        self._ended: set[asyncio.Task[Any]] = set()
 
-    def enter(self, method: str) -> None:
-        """The running task serves a call of `method`."""
+    def enter(self, method: str) -> asyncio.Task[Any]:
+        """Note and return the running task, which serves a call of `method`."""
         task = asyncio.current_task()
         assert task is not None
         self._calls[task] = method
-        task.add_done_callback(lambda ended: self._calls.pop(ended, None))
+        task.add_done_callback(self._leave)
+        return task
+
+    def _leave(self, task: asyncio.Task[Any]) -> None:
+        self._calls.pop(task, None)
+        self._ended.discard(task)
+
+    def _end(self, task: asyncio.Task[Any]) -> None:
+        self._ended.add(task)
+        task.cancel()
+
+    def was_ended(self, task: asyncio.Task[Any]) -> bool:
+        """Whether `end_infrastructure` cancelled this call."""
+        return task in self._ended
 
     def __len__(self) -> int:
         return len(self._calls)
@@ -59,11 +74,11 @@ class InFlight:
         last_words = {task for task, method in self._calls.items() if method.startswith(_HEALTH)}
         for task, method in list(self._calls.items()):
             if method.startswith(_INFRASTRUCTURE) and task not in last_words:
-                task.cancel()
+                self._end(task)
         if last_words:
             _, stuck = await asyncio.wait(last_words, timeout=_LAST_WORDS_S)
             for task in stuck:
-                task.cancel()
+                self._end(task)
 
     async def wait_empty(self, timeout: float) -> bool:
         """Wait until every call's handler, its clean-up included, has ended; False if some remain."""
@@ -94,7 +109,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     def _around(self, method: str) -> Around:
         @asynccontextmanager
         async def around(context: Context) -> AsyncIterator[None]:
-            self._in_flight.enter(method)
+            task = self._in_flight.enter(method)
             with self._metrics.call(method, lambda: _code_name(context)):
                 try:
                     if not (self.ready or method.startswith(_INFRASTRUCTURE)):
@@ -102,17 +117,29 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                     yield
                 except TurnoutError as error:
                     await abort(context, error)
-                except (grpc.aio.AbortError, asyncio.CancelledError):
+                except grpc.aio.AbortError:
                     raise
+                except asyncio.CancelledError as error:
+                    if self._in_flight.was_ended(task):
+                        task.uncancel()
+                        await abort(context, draining_error())
+                    if task.cancelling():
+                        # The caller cancelled, or its deadline or our grace has passed: gRPC has ended the call.
+                        raise
+                    # It leaked out of something that the handler awaited. gRPC would leave the call open for ever.
+                    await self._incident(context, method, error)
                 except Exception as error:
                     if isinstance(error, NotImplementedError) and _code_name(context) == "UNIMPLEMENTED":
                         # A generated base method: the service leaves the call out.
                         await abort(context, unimplemented(method.rpartition("/")[2]))
-                    incident = secrets.token_hex(6)
-                    self._log.exception("call failed unexpectedly", method=method, incident=incident)
-                    await abort(context, internal("INTERNAL", "internal error", incident=incident))
+                    await self._incident(context, method, error)
 
         return around
+
+    async def _incident(self, context: Context, method: str, error: BaseException) -> None:
+        incident = secrets.token_hex(6)
+        self._log.error("call failed unexpectedly", method=method, incident=incident, exc_info=error)
+        await abort(context, internal("INTERNAL", "internal error", incident=incident))
 
 
 def _code_name(context: Context) -> str:

@@ -1,0 +1,200 @@
+"""How a service stops, inside a test's process."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import urllib.request
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from google.protobuf.wrappers_pb2 import StringValue
+
+from services.runtime.clock import Clock
+from services.runtime.config import ServiceSettings
+from services.runtime.draining import Draining
+from services.runtime.host import ServiceHost, StartError
+from services.runtime.statuses import from_rpc_error
+from services.runtime.waits import park
+from tests.runtime.helpers import Caller, Probe, encode, probe_host
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+def _parking_host(settings: ServiceSettings, cleaned: list[str]) -> ServiceHost:
+    """Its stream parks for ever; it answers the value "here" once it is parked."""
+
+    def build(context: Any) -> Probe:
+        draining: Draining = context.draining
+        clock: Clock = context.clock
+
+        async def stream(request: StringValue, _: Context) -> AsyncIterator[StringValue]:
+            try:
+                yield StringValue(value="here")
+                await park(asyncio.Event(), clock.now() + 3600, clock=clock, draining=draining)
+            finally:
+                cleaned.append(request.value)
+
+        return Probe(context, stream=stream)
+
+    return ServiceHost("probe", settings, build)
+
+
+async def test_h50_parked_waits_end_unavailable_and_hold_nothing_up() -> None:
+    """With a hundred trainers and workers waiting, a stop must neither hang until the grace nor cut them off bare."""
+    cleaned: list[str] = []
+    host = _parking_host(ServiceSettings(grace_s=1000), cleaned)
+    await host.start()
+    async with grpc.aio.insecure_channel(host.target) as channel:
+        waits = [Caller(channel).stream(str(number), timeout=None) for number in range(100)]
+        for wait in waits:
+            assert (await wait.read()).value == "here"
+        assert await host.stop() is True
+        assert len(cleaned) == 100, "clean-up of the handlers had not run when the stop returned"
+        for wait in waits:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await wait.read()
+            assert from_rpc_error(caught.value).reason == "DRAINING"
+    assert isinstance(host.service, Probe)
+    assert host.service.happened == ["start", "drain", "close"]
+
+
+async def test_h50_calls_at_work_may_finish_within_the_grace() -> None:
+    """A checkpoint that is half done when SIGTERM comes should be a whole one."""
+    entered, finish = asyncio.Event(), asyncio.Event()
+
+    async def slow(request: StringValue, context: Context) -> StringValue:
+        entered.set()
+        await finish.wait()
+        return request
+
+    host = probe_host(settings=ServiceSettings(grace_s=30), unary=slow)
+    await host.start()
+    async with grpc.aio.insecure_channel(host.target) as channel:
+        call = Caller(channel).unary("x")
+        await entered.wait()
+        stopping = asyncio.create_task(host.stop())
+        await host.context.draining.wait()
+        finish.set()
+        assert (await call).value == "x"
+        assert await stopping is True
+
+
+async def test_h50_a_call_that_outlasts_the_grace_is_cut_and_cleaned_up() -> None:
+    """gRPC returns from its stop before the handlers that it cancelled have run their clean-up."""
+    entered = asyncio.Event()
+    cleaned: list[str] = []
+
+    async def stuck(request: StringValue, context: Context) -> StringValue:
+        try:
+            entered.set()
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0.05)
+            cleaned.append("stuck")
+        return request
+
+    host = probe_host(unary=stuck)
+    await host.start()
+    async with grpc.aio.insecure_channel(host.target) as channel:
+        call = Caller(channel).unary("x")
+        await entered.wait()
+        assert await host.stop(grace_s=0.1) is True
+        assert cleaned == ["stuck"]
+        with pytest.raises(grpc.aio.AioRpcError):
+            await call
+
+
+async def test_a_failing_hook_does_not_skip_the_rest() -> None:
+    """A drain that raises must not leave the journal unflushed and the port open."""
+
+    async def fail() -> None:
+        raise RuntimeError("drain")
+
+    host = probe_host(on_drain=fail)
+    await host.start()
+    assert await host.stop() is False
+    assert await host.stop() is False, "a second stop joins the first"
+    assert isinstance(host.service, Probe)
+    assert host.service.happened == ["start", "drain", "close"]
+
+
+async def test_h47_two_hosts_cannot_share_a_port() -> None:
+    """By default gRPC lets two servers bind one port, and clients reach one or the other."""
+    async with probe_host() as host:
+        with pytest.raises(StartError, match="address in use"):
+            await probe_host(settings=ServiceSettings(listen=[host.target])).start()
+        async with probe_host() as other:
+            assert other.target != host.target
+    async with probe_host(settings=ServiceSettings(listen=[host.target])) as again:
+        assert again.target == host.target
+
+
+async def test_h56_every_printed_address_is_a_client_target(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scripts read the address and connect to it as it stands."""
+    monkeypatch.chdir(tmp_path)
+    listen = ["127.0.0.1:0", "localhost:0", "0.0.0.0:0", "unix:probe.sock"]
+    if _has_ipv6():
+        listen += ["[::1]:0", "[::]:0"]
+    settings = ServiceSettings(listen=listen, insecure=True, grace_s=1)
+    async with probe_host(settings=settings) as host:
+        assert len(host.targets) == len(listen)
+        for target in host.targets:
+            async with grpc.aio.insecure_channel(target) as channel:
+                assert (await Caller(channel).unary("x")).value == "x"
+
+
+def _has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
+def _scrape(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=5) as answer:
+        return str(answer.read().decode())
+
+
+async def test_metrics_count_calls_by_method_and_code() -> None:
+    """Two services in one process must not share or refuse each other's series."""
+    settings = ServiceSettings(metrics_listen="127.0.0.1:0", grace_s=1)
+    async with probe_host(settings=settings) as host, probe_host(settings=settings) as other:
+        async with grpc.aio.insecure_channel(host.target) as channel:
+            caller = Caller(channel)
+            await caller.unary("x")
+            async for _ in caller.stream("abc"):
+                pass
+            for value, method in ((b"\xff", "Unary"), (encode("x"), "NoSuch")):
+                with pytest.raises(grpc.aio.AioRpcError):
+                    await caller.unary(value, method)
+        assert host.metrics_url
+        assert other.metrics_url
+        text = await asyncio.to_thread(_scrape, host.metrics_url)
+        quiet = await asyncio.to_thread(_scrape, other.metrics_url)
+        unused = await asyncio.to_thread(_scrape, host.metrics_url)
+    prefix = 'turnout_calls_total{code="%s",method="/turnout.test.v1.Probe/%s"}'
+    for code, method, count in (("OK", "Unary", 1.0), ("OK", "Stream", 1.0), ("INVALID_ARGUMENT", "Unary", 1.0)):
+        assert f"{prefix % (code, method)} {count}" in text
+    assert 'turnout_calls_in_flight{method="/turnout.test.v1.Probe/Unary"} 0.0' in text
+    assert "NoSuch" not in text, "a client could make any number of series"
+    assert "turnout_event_loop_lag_seconds_count" in text
+    assert "process_cpu_seconds_total" in text
+    assert "Probe" not in quiet
+    assert unused
+
+
+async def test_a_metrics_port_in_use_is_a_start_error() -> None:
+    """It must not take the service down with a traceback, nor leave its gRPC port open."""
+    settings = ServiceSettings(metrics_listen="127.0.0.1:0", grace_s=1)
+    async with probe_host(settings=settings) as host:
+        assert host.metrics_url
+        taken = host.metrics_url.removeprefix("http://").removesuffix("/metrics")
+        clash = probe_host(settings=ServiceSettings(metrics_listen=taken, grace_s=1))
+        with pytest.raises(StartError, match="address in use"):
+            await clash.start()
