@@ -1,0 +1,1 @@
+"""The engine controller: replicas, their memory, their weights and their routes."""

@@ -1,0 +1,1 @@
+"""How the controller speaks to engines."""

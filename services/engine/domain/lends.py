@@ -1,0 +1,91 @@
+"""The lend of a run: which hybrid replicas are away from the trainer, and under which id.
+
+Invariants: at most one lend is open; a lend id that was closed (reclaimed or aborted) never opens again, so a
+BeginLend that arrives late cannot take the trainer's GPUs; while replicas are being reclaimed none of them can be
+lent.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import Final
+
+from services.runtime.errors import aborted, failed_precondition, not_found
+
+CLOSED_KEPT: Final = 1000
+"""Closed lend ids that are remembered: a late call comes within seconds, lends last minutes."""
+
+
+class Lends:
+    """The open lend and the ids of closed ones."""
+
+    def __init__(self) -> None:
+        self.lend_id = ""
+        self.members: tuple[str, ...] = ()
+        self._closed: OrderedDict[str, None] = OrderedDict()
+        self._reclaiming: dict[str, int] = {}
+
+    def begin(self, lend_id: str, members: Iterable[str]) -> tuple[str, ...]:
+        """Open the lend, or join it if it is open already; returns its members."""
+        self._refuse_closed(lend_id)
+        if self.lend_id == lend_id:
+            return self.members
+        if self.lend_id:
+            raise failed_precondition("LEND_OPEN", f"lend {self.lend_id!r} is open", lend_id=self.lend_id)
+        chosen = tuple(sorted(members))
+        busy = next((member for member in chosen if member in self._reclaiming), None)
+        if busy is not None:
+            raise aborted("RECLAIM_RUNNING", f"{busy} is being reclaimed: lend it afterwards", replica_id=busy)
+        if not chosen:
+            raise failed_precondition("NO_REPLICA", "there is no healthy hybrid replica to lend", field="replica_ids")
+        self.lend_id, self.members = lend_id, chosen
+        return chosen
+
+    def require_open(self, lend_id: str) -> tuple[str, ...]:
+        """The members of the open lend of this id."""
+        self._refuse_closed(lend_id)
+        if self.lend_id != lend_id:
+            raise not_found("LEND_NOT_FOUND", f"no lend {lend_id!r}", lend_id=lend_id)
+        return self.members
+
+    def abort(self, lend_id: str) -> tuple[str, ...]:
+        """Close the lend of this id, so that it can never open (again); returns the replicas to free."""
+        self._remember(lend_id)
+        if self.lend_id != lend_id:
+            return ()
+        members, self.lend_id, self.members = self.members, "", ()
+        return members
+
+    def reclaim(self, members: Iterable[str]) -> None:
+        """These replicas are being taken back; a lend without members is closed."""
+        for member in members:
+            self._reclaiming[member] = self._reclaiming.get(member, 0) + 1
+        self.drop(members)
+
+    def reclaimed(self, members: Iterable[str]) -> None:
+        """The attempt to take them back is over."""
+        for member in members:
+            self._reclaiming[member] -= 1
+            if not self._reclaiming[member]:
+                del self._reclaiming[member]
+
+    def drop(self, members: Iterable[str]) -> None:
+        """These replicas take no part any more."""
+        if self.lend_id:
+            gone = set(members)
+            self.members = tuple(member for member in self.members if member not in gone)
+            if not self.members:
+                self._remember(self.lend_id)
+                self.lend_id = ""
+
+    def _remember(self, lend_id: str) -> None:
+        self._closed[lend_id] = None
+        if len(self._closed) > CLOSED_KEPT:
+            self._closed.popitem(last=False)
+
+    def _refuse_closed(self, lend_id: str) -> None:
+        if lend_id in self._closed:
+            raise failed_precondition(
+                "LEND_CLOSED", f"lend {lend_id!r} was reclaimed or aborted: use a new id", lend_id=lend_id
+            )

@@ -1,0 +1,120 @@
+"""Weight transactions: which replicas get which version, in which waves.
+
+Invariants: a replica is in at most one open transaction (its own state machine sees to that); waves open one after the
+other; a transaction is complete when no replica is left in the present wave and no wave is left.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from services.engine.domain.replica import UpdateKind
+from services.runtime.errors import failed_precondition, invalid_argument, not_found
+
+CLOSED_KEPT: Final = 100
+"""Closed transactions remembered, since vacated GPUs may be reported after the commit."""
+
+
+@dataclass(slots=True)
+class Update:
+    """One transaction. `blackout` is in domain seconds."""
+
+    update_id: str
+    kind: UpdateKind
+    version: int
+    adapter: bool = False
+    keep_requests: bool = False
+    wave: set[str] = field(default_factory=set)
+    later: list[tuple[str, ...]] = field(default_factory=list)
+    touched: set[str] = field(default_factory=set)
+    members: set[str] = field(default_factory=set)
+    blackout: float = 0.0
+    tokens_recomputed: int = 0
+    closed: bool = False
+
+    @property
+    def remaining(self) -> list[str]:
+        """Replicas of later waves, by id."""
+        return sorted(member for wave in self.later for member in wave)
+
+    def next_wave(self) -> tuple[str, ...]:
+        """Take the next wave, if the present one is through; empty if there is none."""
+        if self.wave or not self.later:
+            return ()
+        wave = self.later.pop(0)
+        self.wave = set(wave)
+        return wave
+
+    def drop(self, replica_id: str) -> None:
+        """The replica is not in the transaction any more: done, failed to get ready, or taken away."""
+        self.wave.discard(replica_id)
+        self.later = [rest for wave in self.later if (rest := tuple(m for m in wave if m != replica_id))]
+
+    @property
+    def complete(self) -> bool:
+        return not self.wave and not self.later
+
+
+def split_waves(replica_ids: Sequence[str], staggered: bool) -> list[tuple[str, ...]]:
+    """One wave, or two halves so that some replicas decode all the time."""
+    ordered = tuple(sorted(replica_ids))
+    if not staggered or len(ordered) < 2:
+        return [ordered]
+    half = (len(ordered) + 1) // 2
+    return [ordered[:half], ordered[half:]]
+
+
+class Updates:
+    """The open transactions and the last closed ones."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[str, Update] = OrderedDict()
+
+    def add(self, update: Update) -> None:
+        """Remember a transaction that has just opened."""
+        update.members = set(update.wave) | set(update.remaining)
+        self._known[update.update_id] = update
+        closed = [key for key, known in self._known.items() if known.closed]
+        for key in closed[: max(0, len(closed) - CLOSED_KEPT)]:
+            del self._known[key]
+
+    @property
+    def open(self) -> list[Update]:
+        """The open ones, oldest first."""
+        return [update for update in self._known.values() if not update.closed]
+
+    def find(self, update_id: str) -> Update:
+        """The transaction, open or closed, or NOT_FOUND / UPDATE_NOT_FOUND."""
+        found = self._known.get(update_id)
+        if found is None:
+            raise not_found("UPDATE_NOT_FOUND", f"no weight update {update_id!r}", update_id=update_id)
+        return found
+
+    def require_open(self, update_id: str) -> Update:
+        """The transaction, or FAILED_PRECONDITION / UPDATE_CLOSED if it is over."""
+        found = self.find(update_id)
+        if found.closed:
+            raise failed_precondition("UPDATE_CLOSED", f"weight update {update_id!r} is closed", update_id=update_id)
+        return found
+
+    def drop(self, replica_id: str) -> None:
+        """A replica leaves whatever transaction it is in; one that nobody is left in is closed."""
+        for update in self.open:
+            update.drop(replica_id)
+            if update.complete:
+                update.closed = True
+
+
+def require_members(update: Update, replica_ids: Iterable[str], field_name: str) -> None:
+    """Refuse replicas that are not in the present wave."""
+    for replica_id in replica_ids:
+        if replica_id not in update.wave:
+            raise invalid_argument(
+                field_name,
+                f"{replica_id!r} is not in the present wave of {update.update_id!r}",
+                value=replica_id,
+                reason="NOT_IN_WAVE",
+            )

@@ -1,0 +1,83 @@
+"""One request inside the reference engine, between the decode clock and whoever reads its output.
+
+Invariants: a stream ends exactly once, with an output that has a finish or with an error; the spans of its last
+output cover all its tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+from services.engine.backends.base import EngineOutput, EngineRequest, Finish, Span
+from services.engine.reference.model import Script
+from services.runtime.errors import TurnoutError
+
+
+class Stream:
+    """Where the tokens of one request go. Token counts are those since the request came to this engine."""
+
+    def __init__(self, request: EngineRequest, script: Script) -> None:
+        self.request = request
+        self.script = script
+        self.given = 0
+        self._stretches: list[tuple[int, int, bool]] = []
+        self._ready: deque[EngineOutput] = deque()
+        self._error: TurnoutError | None = None
+        self._wake = asyncio.Event()
+        self.ended = False
+
+    @property
+    def wanted(self) -> int:
+        """Tokens still to decode."""
+        return max(0, self.script.length - len(self.request.output))
+
+    def weights_changed(self, tokens: int, version: int, garbage: bool) -> None:
+        """All tokens up to `tokens` were made under `version`; the following are made under another."""
+        self._stretches.append((tokens, version, garbage))
+
+    def give(self, tokens: int, version: int, garbage: bool, finish: Finish | None = None) -> None:
+        """`tokens` exist now; hand out those that were not yet."""
+        stretches = [*self._stretches, (tokens, version, garbage)]
+        ids: list[int] = []
+        logprobs: list[float] = []
+        offset = len(self.request.output)
+        start = self.given
+        for stop, _, spoiled in stretches:
+            if stop > start:
+                ids += self.script.tokens(offset + start, offset + stop, spoiled).tolist()
+                if self.request.sampling.logprobs:
+                    logprobs += self.script.logprobs(offset + start, offset + stop, spoiled).tolist()
+                start = stop
+        self.given = tokens
+        self._ready.append(EngineOutput(ids, logprobs, finish, self._spans(stretches) if finish else ()))
+        self.ended = finish is not None
+        self._wake.set()
+
+    def fail(self, error: TurnoutError) -> None:
+        """The engine is gone."""
+        self._error = error
+        self.ended = True
+        self._wake.set()
+
+    async def next(self) -> EngineOutput:
+        """The next output, or the error the stream ended with."""
+        while not self._ready:
+            if self._error is not None:
+                raise self._error
+            self._wake.clear()
+            await self._wake.wait()
+        return self._ready.popleft()
+
+    @staticmethod
+    def _spans(stretches: list[tuple[int, int, bool]]) -> tuple[Span, ...]:
+        spans: list[Span] = []
+        start = 0
+        for stop, version, _ in stretches:
+            if stop > start:
+                if spans and spans[-1].weight_version == version:
+                    spans[-1] = Span(spans[-1].tokens + stop - start, version)
+                else:
+                    spans.append(Span(stop - start, version))
+                start = stop
+        return tuple(spans)

@@ -1,0 +1,305 @@
+"""One replica in the controller: its state machine, its engine, and the queue between them.
+
+Invariants: commands reach the engine one after the other, in the order in which they came; one that is overdue still
+counts as under way, so nothing overtakes it, since an engine may carry it out later; reads never queue. After a
+failed command the engine is probed before anything is planned again. Timeouts are wall seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any, Final, Protocol, TypeVar
+
+from services.engine.backends.base import Backend, Shards
+from services.engine.domain.calls import (
+    Call,
+    Drain,
+    Pause,
+    Plan,
+    ReleaseKv,
+    ResetCaches,
+    Resume,
+    ResumeKv,
+    Sleep,
+    WakeUp,
+)
+from services.engine.domain.replica import Replica
+from services.engine.domain.spec import Health
+from services.runtime.errors import Code, TurnoutError, aborted, deadline_exceeded, internal
+from services.runtime.logs import get_logger
+
+T = TypeVar("T")
+
+DRAIN_TURN_S: Final = 0.25
+"""After this long a drain ends requests again: some were still on their way when it did so first."""
+
+_LOG = get_logger("engine")
+
+
+class Forward(Protocol):
+    """A request that was forwarded to the engine."""
+
+    def interrupt(self) -> None:
+        """Stop waiting for the engine; the request goes on elsewhere."""
+        ...
+
+
+class Deadline:
+    """A moment of the event loop's clock."""
+
+    def __init__(self, timeout: float) -> None:
+        self._at = asyncio.get_running_loop().time() + timeout
+        self.timeout = timeout
+
+    @property
+    def left(self) -> float:
+        return max(0.0, self._at - asyncio.get_running_loop().time())
+
+
+class Slot:
+    """A replica and what the controller needs around it. `changed` is called after every change of its state."""
+
+    def __init__(
+        self, replica: Replica, backend: Backend, probe_timeout: float, changed: Callable[[Slot], None]
+    ) -> None:
+        self.replica = replica
+        self.backend = backend
+        self.forwards: set[Forward] = set()
+        self.probe_wanted = asyncio.Event()
+        self.shards: Shards = ()
+        self._probe_timeout = probe_timeout
+        self._changed = changed
+        self._lock = asyncio.Lock()
+        self._overdue: asyncio.Task[Any] | None = None
+        self._emptied = asyncio.Event()
+
+    @property
+    def replica_id(self) -> str:
+        return self.replica.replica_id
+
+    def changed(self) -> None:
+        """Tell that the state may have changed."""
+        self._changed(self)
+
+    # -------------------------------------------------------------------------------------------------------- commands
+
+    @asynccontextmanager
+    async def exclusive(self, deadline: Deadline) -> AsyncIterator[Replica]:
+        """Have the engine alone, its state known. DEADLINE_EXCEEDED / REPLICA_BUSY if others do not finish in time."""
+        try:
+            async with asyncio.timeout(deadline.left):
+                await self._lock.acquire()
+        except TimeoutError:
+            raise self._busy() from None
+        try:
+            await self._await_overdue(deadline)
+            if self.replica.uncertain or self.replica.health is not Health.HEALTHY:
+                await self.refresh(deadline.left)
+            yield self.replica
+        finally:
+            self._lock.release()
+            self.changed()
+
+    async def carry_out(self, plan: Plan, deadline: Deadline) -> None:
+        """Make the calls of a plan, in order. The caller has the engine alone."""
+        self.shards = ()
+        for call in plan.calls:
+            if isinstance(call, Drain):
+                await self._drain(call, deadline)
+            elif not isinstance(call, Resume) or self.replica.state.paused:
+                shards = await self.command(self._make(call, deadline.left), deadline)
+                self._check_shards(call, shards)
+                self.replica.applied(call)
+                if not isinstance(call, ResetCaches):
+                    await self.refresh(deadline.left)
+
+    async def command(self, work: Awaitable[T], deadline: Deadline) -> T:
+        """Have the engine do something, within the deadline. A failure leaves the state in doubt until a probe."""
+        task = asyncio.ensure_future(self._guard(work))
+        await asyncio.wait({task}, timeout=deadline.left)
+        if not task.done():
+            self._overdue = task
+            task.add_done_callback(lambda _: self.probe_wanted.set())
+            self.replica.doubt()
+            self.lost_touch()
+            raise deadline_exceeded(
+                "ENGINE_TIMEOUT",
+                f"the engine of {self.replica_id} did not answer within {deadline.timeout:g} s",
+                replica_id=self.replica_id,
+            )
+        try:
+            return task.result()
+        except TurnoutError as error:
+            self.replica.doubt()
+            await self._probe_after(error)
+            raise
+
+    async def refresh(self, timeout: float) -> None:
+        """Probe the engine and take over what it tells; raises what the probe fails with."""
+        try:
+            state = await self.probe(timeout)
+        except TurnoutError as error:
+            self.note_failure(error)
+            raise
+        self.replica.answered(state)
+        self.changed()
+
+    async def probe(self, timeout: float) -> Any:
+        """Read the engine's state, without taking it over."""
+        try:
+            async with asyncio.timeout(min(timeout, self._probe_timeout)):
+                return await self._guard(self.backend.probe())
+        except TimeoutError:
+            raise deadline_exceeded(
+                "ENGINE_UNRESPONSIVE", f"the engine of {self.replica_id} answers no probe", replica_id=self.replica_id
+            ) from None
+
+    async def probe_in_background(self) -> None:
+        """Check the engine's health; take its state over only if no command was under way meanwhile."""
+        quiet = not self._lock.locked()
+        version = self.replica.state
+        try:
+            state = await self.probe(self._probe_timeout)
+        except TurnoutError as error:
+            self.note_failure(error)
+            return
+        if quiet and not self._lock.locked() and self.replica.state is version and not self.overdue:
+            self.replica.answered(state)
+            self.changed()
+
+    def note_failure(self, error: TurnoutError) -> None:
+        """A probe failed: the engine hangs, or is gone."""
+        if error.code is Code.UNAVAILABLE:
+            if self.replica.health is not Health.DEAD:
+                _LOG.warning("replica died", replica_id=self.replica_id, reason=error.message)
+            self.replica.mark_dead()
+            if self._overdue is not None:
+                self._overdue.cancel()
+        else:
+            self.replica.mark_unresponsive()
+        self.lost_touch()
+
+    def suspect(self) -> None:
+        """A request failed in a way that makes the engine suspicious: nothing goes there before a probe."""
+        self.replica.doubt()
+        self.probe_wanted.set()
+        self.changed()
+
+    def lost_touch(self) -> None:
+        """The engine does not answer: its requests go on elsewhere."""
+        self.replica.mark_unresponsive()
+        self.changed()
+        for forward in list(self.forwards):
+            forward.interrupt()
+
+    @property
+    def overdue(self) -> bool:
+        """Whether a command is under way that nobody waits for any more."""
+        return self._overdue is not None and not self._overdue.done()
+
+    async def close(self) -> None:
+        """Let go of the engine."""
+        if self._overdue is not None:
+            self._overdue.cancel()
+        await self.backend.close()
+
+    # -------------------------------------------------------------------------------------------------------- requests
+
+    def enter(self, forward: Forward) -> None:
+        """A request is forwarded to the engine."""
+        self.forwards.add(forward)
+
+    def leave(self, forward: Forward) -> None:
+        """It has ended there."""
+        self.forwards.discard(forward)
+        if not self.forwards:
+            self._emptied.set()
+
+    # ---------------------------------------------------------------------------------------------------------- inside
+
+    def _make(self, call: Call, timeout: float) -> Awaitable[Shards]:
+        match call:
+            case Pause(mode=mode, clear_cache=clear_cache):
+                return self.backend.pause(mode, clear_cache, timeout)
+            case Sleep(level=level):
+                return self.backend.sleep(level, timeout)
+            case WakeUp(tags=tags):
+                return self.backend.wake_up(sorted(tags), timeout)
+            case ReleaseKv():
+                return self.backend.release_kv_cache(timeout)
+            case ResumeKv():
+                return self.backend.resume_kv_cache(timeout)
+            case ResetCaches(caches=caches, reset_running_requests=running, reset_connectors=connectors):
+                return self.backend.reset_caches(caches, running, connectors, timeout)
+            case Resume():
+                return self.backend.resume(timeout)
+            case Drain():
+                raise AssertionError("a drain is no single call")
+
+    async def _drain(self, call: Drain, deadline: Deadline) -> None:
+        while self.forwards or self.replica.state.running:
+            if not deadline.left:
+                raise deadline_exceeded(
+                    "NOT_DRAINED", f"requests of {self.replica_id} did not end in time", replica_id=self.replica_id
+                )
+            if call.abort:
+                await self.command(self.backend.abort(None), deadline)
+            if self.forwards:
+                self._emptied.clear()
+                await self._wait(self._emptied, min(DRAIN_TURN_S, deadline.left))
+            await self.refresh(deadline.left)
+            if not self.forwards and self.replica.state.running:
+                await asyncio.sleep(min(DRAIN_TURN_S, deadline.left))
+
+    def _check_shards(self, call: Call, shards: Shards) -> None:
+        self.shards = shards or self.shards
+        reached = sum(shard.ok for shard in shards)
+        if shards and reached < self.replica.spec.shards:
+            self.replica.doubt()
+            raise aborted(
+                "SHARDS_MISSED",
+                f"{type(call).__name__} reached {reached} of {self.replica.spec.shards} shards of {self.replica_id}",
+                replica_id=self.replica_id,
+            )
+
+    async def _probe_after(self, error: TurnoutError) -> None:
+        try:
+            await self.refresh(self._probe_timeout)
+        except TurnoutError:
+            _LOG.debug("probe failed as well", replica_id=self.replica_id, reason=error.reason)
+
+    async def _await_overdue(self, deadline: Deadline) -> None:
+        if self._overdue is None:
+            return
+        await asyncio.wait({self._overdue}, timeout=deadline.left)
+        if not self._overdue.done():
+            raise self._busy()
+        if not self._overdue.cancelled():
+            self._overdue.exception()
+        self._overdue = None
+
+    async def _guard(self, work: Awaitable[T]) -> T:
+        try:
+            return await work
+        except TurnoutError:
+            raise
+        except Exception as error:
+            _LOG.exception("an engine call failed unexpectedly", replica_id=self.replica_id)
+            raise internal("ENGINE_ERROR", f"a call to the engine of {self.replica_id} failed") from error
+
+    @staticmethod
+    async def _wait(event: asyncio.Event, timeout: float) -> None:
+        try:
+            async with asyncio.timeout(timeout):
+                await event.wait()
+        except TimeoutError:
+            return
+
+    def _busy(self) -> TurnoutError:
+        return deadline_exceeded(
+            "REPLICA_BUSY",
+            f"an earlier call to {self.replica_id} is still under way",
+            replica_id=self.replica_id,
+        )
