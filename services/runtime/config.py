@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypeVar, Union, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
-from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from services.runtime.addresses import AddressError, parse_address
 
@@ -51,7 +51,7 @@ def _split_commas(value: object) -> object:
     return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
 
 
-Strings = Annotated[list[str], NoDecode]
+Strings = Annotated[list[str], BeforeValidator(_split_commas)]
 """A list of strings; in the environment they are separated by commas, on the command line the flag is repeated."""
 
 
@@ -95,11 +95,6 @@ class ServiceSettings(BaseSettings):
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         return (init_settings,)
-
-    @field_validator("listen", mode="before")
-    @classmethod
-    def _commas(cls, value: object) -> object:
-        return _split_commas(value)
 
     @model_validator(mode="after")
     def _addresses(self) -> ServiceSettings:

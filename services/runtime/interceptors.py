@@ -19,7 +19,7 @@ import grpc
 import grpc.aio
 
 from services.runtime.draining import draining_error
-from services.runtime.errors import TurnoutError, internal, invalid_argument, unavailable, unimplemented
+from services.runtime.errors import Code, TurnoutError, internal, invalid_argument, unavailable, unimplemented
 from services.runtime.logs import get_logger
 from services.runtime.metrics import CallMetrics
 from services.runtime.statuses import abort
@@ -62,9 +62,6 @@ class InFlight:
     def was_ended(self, task: asyncio.Task[Any]) -> bool:
         """Whether `end_infrastructure` cancelled this call."""
         return task in self._ended
-
-    def __len__(self) -> int:
-        return len(self._calls)
 
     async def end_infrastructure(self) -> None:
         """End the streams of health and reflection, which would last as long as their clients.
@@ -143,13 +140,9 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
 
 def _code_name(context: Context) -> str:
+    # The asyncio context gives a number where the interface says a StatusCode; 0 also while nothing is set.
     code = context.code()
-    if isinstance(code, grpc.StatusCode):
-        return code.name
-    for known in grpc.StatusCode:
-        if known.value[0] == code:
-            return known.name
-    return "OK"
+    return code.name if isinstance(code, grpc.StatusCode) else Code(code or 0).name
 
 
 def _wrap(handler: Handler, around: Around) -> Handler:
@@ -161,7 +154,9 @@ def _wrap(handler: Handler, around: Around) -> Handler:
         try:
             return parse(raw)
         except Exception as error:
-            raise invalid_argument("", "the request is not a valid message", reason="MALFORMED_REQUEST") from error
+            raise invalid_argument(
+                "request", "the request is not a valid message", reason="MALFORMED_REQUEST"
+            ) from error
 
     async def read_all(raw: AsyncIterator[bytes]) -> AsyncGenerator[Any, None]:
         async for message in raw:

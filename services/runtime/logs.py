@@ -13,7 +13,7 @@ from typing import Any, Final, cast
 import structlog
 from structlog.typing import FilteringBoundLogger, Processor
 
-_SECRET_WORDS: Final = ("authorization", "password", "secret", "token_value", "api_key", "credential")
+_SECRET_WORDS: Final = ("authorization", "password", "secret", "auth_token", "api_key", "credential")
 LEVELS: Final = ("debug", "info", "warning", "error")
 
 

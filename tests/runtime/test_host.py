@@ -198,3 +198,69 @@ async def test_a_metrics_port_in_use_is_a_start_error() -> None:
         clash = probe_host(settings=ServiceSettings(metrics_listen=taken, grace_s=1))
         with pytest.raises(StartError, match="address in use"):
             await clash.start()
+
+
+class Blackhole:
+    """A TCP proxy that can stop passing bytes without closing anything, as a pulled cable does."""
+
+    def __init__(self, target: str) -> None:
+        self._host, _, port = target.rpartition(":")
+        self._port = int(port)
+        self._open = asyncio.Event()
+        self._open.set()
+        self._pumps: set[asyncio.Task[None]] = set()
+        self._writers: list[asyncio.StreamWriter] = []
+
+    async def __aenter__(self) -> Blackhole:
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        host, port = self._server.sockets[0].getsockname()
+        self.target = f"{host}:{port}"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
+        for pump in self._pumps:
+            pump.cancel()
+        await asyncio.gather(*self._pumps, return_exceptions=True)
+        for writer in self._writers:
+            writer.close()
+
+    def swallow(self) -> None:
+        """From now on pass nothing."""
+        self._open.clear()
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        upstream_reader, upstream_writer = await asyncio.open_connection(self._host, self._port)
+        self._writers += [writer, upstream_writer]
+        for source, sink in ((reader, upstream_writer), (upstream_reader, writer)):
+            self._pumps.add(asyncio.create_task(self._pump(source, sink)))
+
+    async def _pump(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        while data := await source.read(65536):
+            await self._open.wait()
+            sink.write(data)
+            await sink.drain()
+
+
+async def test_h48_a_peer_that_is_gone_without_a_word_is_found_in_seconds() -> None:
+    """A half-open connection would keep its parked wait, and what that holds, until the service is restarted."""
+    cleaned = asyncio.Event()
+
+    async def stream(request: StringValue, context: Context) -> AsyncIterator[StringValue]:
+        try:
+            yield StringValue(value="here")
+            await asyncio.Event().wait()
+        finally:
+            cleaned.set()
+
+    settings = ServiceSettings(keepalive_s=1, keepalive_timeout_s=1, grace_s=1)
+    async with (
+        probe_host(settings=settings, stream=stream) as host,
+        Blackhole(host.target) as proxy,
+        grpc.aio.insecure_channel(proxy.target) as channel,
+    ):
+        call = Caller(channel).stream("x", timeout=None)
+        assert (await call.read()).value == "here"
+        proxy.swallow()
+        await asyncio.wait_for(cleaned.wait(), 30)
+        call.cancel()
