@@ -141,7 +141,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
 def _code_name(context: Context) -> str:
     # The asyncio context gives a number where the interface says a StatusCode; 0 also while nothing is set.
-    code = context.code()
+    code: Any = context.code()
     return code.name if isinstance(code, grpc.StatusCode) else Code(code or 0).name
 
 
