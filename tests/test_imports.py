@@ -34,6 +34,16 @@ def test_services_meet_through_stubs_alone(service: str) -> None:
     assert wrong == []
 
 
+@pytest.mark.parametrize("package", ["demo", "views"])
+def test_what_stands_on_the_client_imports_no_service(package: str) -> None:
+    """A demo that reaches into a service shows what no user can do."""
+    services = [f"services.{service}" for service in SERVICES]
+    wrong = [
+        (str(path), module) for path, module in _imports(ROOT / "services" / package) if _within(module, *services)
+    ]
+    assert wrong == []
+
+
 def test_the_client_imports_no_service() -> None:
     """It is installed alone, where there is no package `services`, or another one of that name."""
     wrong = [
