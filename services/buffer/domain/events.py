@@ -1,7 +1,7 @@
 """EventRing: what happened to the groups of a run, in order, as far back as memory allows.
 
 Invariants: sequence numbers rise by one from 1; the newest `capacity` events are kept, and asking for a trimmed one is
-an error that names the first kept.
+an error that names the first kept. Progress is told as it happens, under number 0, and never kept.
 """
 
 from dataclasses import dataclass
@@ -27,6 +27,7 @@ class GroupEventKind(Enum):
     COMMITTED = 8
     EVICTED = 9
     REISSUED = 10
+    PROGRESS = 11
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,9 @@ class GroupEvent:
     lengths: tuple[int, ...] = ()
     replica_id: str = ""
     reasons: tuple[EvictionReason, ...] = ()
+    attempt: int = 0
+    done: int | None = None
+    engine_request_id: str = ""
 
 
 class EventRing:
@@ -75,10 +79,22 @@ class EventRing:
         lengths: tuple[int, ...] = (),
         replica_id: str = "",
         reasons: tuple[EvictionReason, ...] = (),
+        attempt: int = 0,
     ) -> None:
         """Add an event under the next number."""
         event = GroupEvent(
-            self.next_sequence, wall, kind, partition, group_id, born, trajectories, index, lengths, replica_id, reasons
+            self.next_sequence,
+            wall,
+            kind,
+            partition,
+            group_id,
+            born,
+            trajectories,
+            index,
+            lengths,
+            replica_id,
+            reasons,
+            attempt,
         )
         if len(self._events) < self._capacity:
             self._events.append(event)

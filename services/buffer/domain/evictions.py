@@ -105,10 +105,12 @@ class EvictionLog:
         return self.total.evicted
 
     def check(self, cursor: int) -> None:
-        """Raise INVALID_ARGUMENT / CURSOR_OUT_OF_RANGE if no such position was ever handed out."""
-        if not 0 <= cursor <= self.total.evicted:
-            message = f"cursor must be 0 or a next_cursor of this run, it is {cursor}"
-            raise invalid_argument("cursor", message, value=cursor, reason="CURSOR_OUT_OF_RANGE")
+        """Raise INVALID_ARGUMENT if no such position was ever handed out."""
+        if cursor < 0:
+            raise invalid_argument("cursor", "cursor must not be negative", value=cursor, reason="OUT_OF_RANGE")
+        if cursor > self.total.evicted:
+            message = f"cursor {cursor} is ahead: {self.total.evicted} groups were evicted so far"
+            raise invalid_argument("cursor", message, value=cursor, reason="CURSOR_AHEAD", current=self.total.evicted)
 
     def since(self, cursor: int) -> EvictionSummary:
         """What was evicted after `cursor`."""

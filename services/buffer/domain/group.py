@@ -40,7 +40,7 @@ class Group:
     trajectories: list[Trajectory]
     added_at: float
     prompt: Payload | None = None
-    tags: Mapping[str, str] = NOTHING
+    tags: Mapping[str, str] = field(default_factory=lambda: NOTHING)
     state: GroupState = GroupState.PENDING
     failed: bool = False
     zero_variance: bool = False
@@ -48,6 +48,7 @@ class Group:
     finished: int = 0
     started_at: float = 0.0
     lease_id: str = ""
+    error: str = ""
     _partials: int = 0
     # Trajectories below this one have been claimed or settled before; saves a list of fresh ones per group.
     _fresh: int = 0
@@ -144,6 +145,11 @@ class Group:
         self._reissued.setdefault(trajectory.attempt, deque()).append(index)
 
     @property
+    def has_partials(self) -> bool:
+        """Whether output of earlier attempts is kept to be continued."""
+        return self._partials > 0
+
+    @property
     def wholly_reissued(self) -> bool:
         """Whether nothing of an earlier life is left: it may be born again."""
         return self.pending == self.size and not self._partials
@@ -161,6 +167,7 @@ class Group:
         self._drop_unsettled(error)
         self.state = GroupState.FAILED
         self.failed = True
+        self.error = error
         self.zero_variance = False
 
     def _outputs(self) -> list[Output]:

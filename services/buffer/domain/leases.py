@@ -51,18 +51,21 @@ class Lease:
 class LeaseBook:
     """The leases of a run."""
 
-    __slots__ = ("_by_request", "_ended", "_leases", "live", "retained")
+    __slots__ = ("_by_request", "_ended", "_leases", "deadlines", "live", "retained")
 
     def __init__(self) -> None:
         self._leases: dict[str, Lease] = {}
         self._by_request: dict[str, Lease] = {}
         self._ended: OrderedDict[str, Lease] = OrderedDict()
         self.live: dict[str, Lease] = {}
+        # When the live leases end, unless their trainer was heard of since.
+        self.deadlines = Deadlines()
         # Committed leases whose payloads are still kept, with the time until which they are.
         self.retained = Deadlines()
 
-    def open(self, lease: Lease) -> None:
-        """Enter a new lease."""
+    def open(self, lease: Lease, until: float) -> None:
+        """Enter a new lease that lives until `until`."""
+        self.deadlines.set(lease.lease_id, until)
         self._leases[lease.lease_id] = lease
         self.live[lease.lease_id] = lease
         if lease.request_id:
@@ -100,7 +103,7 @@ class LeaseBook:
             raise invalid_argument("request_id", message, value=request_id, reason="REQUEST_ID_REUSED")
         if lease.state is LeaseState.LIVE or (lease.auto_commit and lease.groups):
             return lease
-        details = {"request_id": request_id, "lease_id": lease.lease_id, "group_ids": " ".join(lease.group_ids)}
+        details = {"field": "request_id", "value": request_id, "lease_id": lease.lease_id}
         if lease.state is LeaseState.COMMITTED:
             raise already_exists("ALREADY_COMMITTED", "the groups of this request were committed", **details)
         message = f"the lease of this request is {lease.state.name.lower()}"
@@ -111,6 +114,7 @@ class LeaseBook:
         lease.state = state
         lease.ended_at = now
         del self.live[lease.lease_id]
+        self.deadlines.discard(lease.lease_id)
         self._ended[lease.lease_id] = lease
         while (oldest := next(iter(self._ended.values()))) is not lease:
             recent = len(self._ended) <= REMEMBER_LEASES and oldest.ended_at >= now - REMEMBER_SECONDS

@@ -5,7 +5,7 @@ left aborted or waiting to be continued. Zero-token segments carry no weight ver
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from math import isfinite
 from types import MappingProxyType
@@ -67,9 +67,9 @@ class Output:
 
     segments: tuple[Segment, ...]
     prompt_tokens: int = 0
-    rewards: Mapping[str, float] = NO_REWARDS
+    rewards: Mapping[str, float] = field(default_factory=lambda: NO_REWARDS)
     payload: Payload | InlinePayload | None = None
-    tags: Mapping[str, str] = NOTHING
+    tags: Mapping[str, str] = field(default_factory=lambda: NOTHING)
 
     @property
     def length(self) -> int:
@@ -164,7 +164,4 @@ def _same_payload(mine: Payload | InlinePayload | None, other: Payload | InlineP
     """Bytes are equal by size and CRC: a worker that lost its answer may have uploaded them under a new id."""
     if mine is None or other is None:
         return mine is other
-    if (mine.size, mine.crc32c, mine.content_type) != (other.size, other.crc32c, other.content_type):
-        return False
-    external = {payload.store for payload in (mine, other) if isinstance(payload, Payload)} - {""}
-    return not external or mine == other
+    return (mine.size, mine.crc32c, mine.content_type) == (other.size, other.crc32c, other.content_type)

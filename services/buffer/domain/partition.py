@@ -6,7 +6,7 @@ partitions of runs with refill.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from services.buffer.domain.arrivals import Arrivals
 from services.buffer.domain.config import PartitionConfig, PartitionKind, Staleness, check_group_size
@@ -36,7 +36,7 @@ class GroupSpec:
     group_id: str
     group_size: int | None = None
     prompt: Payload | InlinePayload | None = None
-    tags: Mapping[str, str] = NOTHING
+    tags: Mapping[str, str] = field(default_factory=lambda: NOTHING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,6 @@ class Partition:
         self.group_size = config.group_size
         self.state = state
         self.groups: dict[str, Group] = {}
-        self.committed: set[str] = set()
         self.arrivals = Arrivals()
         self.index = GroupIndex(training=self.training)
         self.refill = RefillBook()
@@ -65,6 +64,7 @@ class Partition:
         self.waits = WaitBook()
         self.supply_ended = False
         self._added = 0
+        self._committed = 0
 
     @property
     def staleness(self) -> Staleness:
@@ -100,8 +100,8 @@ class Partition:
                 check_group_size(f"{where}.group_size", spec.group_size)
             if spec.prompt is not None:
                 size += self.state.payloads.check(f"{where}.prompt", spec.prompt)
-            if spec.group_id in seen or spec.group_id in self.groups or spec.group_id in self.committed:
-                message = "a group of this id is in the same call, or is or was in the partition"
+            if spec.group_id in seen or spec.group_id in self.groups:
+                message = "a group of this id is in the same call, or present in the partition"
                 raise already_exists("GROUP_EXISTS", message, field=f"{where}.group_id", value=spec.group_id)
             seen.add(spec.group_id)
         caps = self.state.config.caps
@@ -154,7 +154,7 @@ class Partition:
         """Sampled groups are consumed; their payloads stay until the lease lets them go."""
         for group in groups:
             self._remove(group, GroupState.COMMITTED)
-            self.committed.add(group.group_id)
+            self._committed += 1
             self.log(GroupEventKind.COMMITTED, group, at)
 
     def take_back(self, groups: Iterable[Group], at: Moment) -> None:
@@ -232,7 +232,7 @@ class Partition:
         """The account of every group that was ever added."""
         return Ledger(
             added=self._added,
-            committed=len(self.committed),
+            committed=self._committed,
             evicted=self.evictions.total.evicted,
             evicted_by_reason=self.evictions.total.by_reason.copy(),
             present=self.index.snapshot(),
@@ -252,6 +252,7 @@ class Partition:
         lengths: tuple[int, ...] = (),
         replica_id: str = "",
         reasons: tuple[EvictionReason, ...] = (),
+        attempt: int = 0,
     ) -> None:
         """Tell what happened to a group."""
         self.state.events.append(
@@ -265,4 +266,5 @@ class Partition:
             lengths=lengths,
             replica_id=replica_id,
             reasons=reasons,
+            attempt=attempt,
         )

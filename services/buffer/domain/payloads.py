@@ -150,6 +150,10 @@ class PayloadBook:
                 self._forget(payload.id)
         return before - self.held
 
+    def holds(self, payloads: Iterable[Payload]) -> bool:
+        """Whether all of these are still kept."""
+        return all(payload.store or payload.id in self._entries for payload in payloads)
+
     def read(self, payload: Payload, offset: int, size: int) -> bytes:
         """Up to `size` bytes of a payload of the own store, from `offset` on."""
         return self._store.read(payload.id, offset, size)

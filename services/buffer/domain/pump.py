@@ -87,7 +87,7 @@ def _lease(partition: Partition, wait: Wait, at: Moment) -> Lease:
         group.lease(lease.lease_id)
         partition.index.enter(group)
         partition.log(GroupEventKind.SAMPLED, group, at)
-    partition.state.leases.open(lease)
+    partition.state.leases.open(lease, at.now + partition.state.config.lease_times.sample)
     return lease
 
 

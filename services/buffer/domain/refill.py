@@ -4,10 +4,15 @@ Invariants: created = paid + cancelled + unpaid, and unpaid = free + what the cl
 credit. A claim is shown to one wait at a time, keeps its id when it is shown again, and is gone once it is paid.
 """
 
+from collections import OrderedDict
 from dataclasses import dataclass
 
 from services.buffer.domain.ids import Ids
 from services.runtime.errors import failed_precondition, not_found
+
+# Ended claims remembered, so that declining one late is told from declining one that never was: any that a trainer can
+# still have in hand.
+_REMEMBER = 10_000
 
 
 @dataclass(slots=True, eq=False)
@@ -22,7 +27,7 @@ class RefillClaim:
 class RefillBook:
     """Credits and claims of a partition."""
 
-    __slots__ = ("_claims", "_orphans", "cancelled", "created", "free", "paid")
+    __slots__ = ("_claims", "_ended", "_orphans", "cancelled", "created", "free", "paid")
 
     def __init__(self) -> None:
         self.free = 0
@@ -31,6 +36,7 @@ class RefillBook:
         self.cancelled = 0
         self._claims: dict[str, RefillClaim] = {}
         self._orphans: dict[str, RefillClaim] = {}
+        self._ended: OrderedDict[str, None] = OrderedDict()
 
     @property
     def unpaid(self) -> int:
@@ -104,7 +110,9 @@ class RefillBook:
         return claim.unpaid
 
     def decline(self, claim_id: str) -> int:
-        """Cancel what a claim still asks for; returns how much that was."""
+        """Cancel what a claim still asks for; returns how much that was, 0 if it had ended."""
+        if claim_id in self._ended:
+            return 0
         claim = self.require(claim_id)
         self.cancelled += claim.unpaid
         self._remove(claim_id)
@@ -113,3 +121,6 @@ class RefillBook:
     def _remove(self, claim_id: str) -> None:
         del self._claims[claim_id]
         self._orphans.pop(claim_id, None)
+        self._ended[claim_id] = None
+        if len(self._ended) > _REMEMBER:
+            self._ended.popitem(last=False)

@@ -8,9 +8,10 @@ nothing runs, nothing finished and no partial output is kept.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import Enum
 
 from services.buffer.domain.claims import Claim, ClaimToken, stale_claim
-from services.buffer.domain.events import GroupEventKind
+from services.buffer.domain.events import GroupEvent, GroupEventKind
 from services.buffer.domain.group import Group, GroupState, kept_payloads
 from services.buffer.domain.moment import Moment
 from services.buffer.domain.outputs import (
@@ -36,17 +37,24 @@ class Result:
     token: ClaimToken | None = None
 
 
+class FailureKind(Enum):
+    """What a failure means for the next attempt; the numbers are those of the wire."""
+
+    RETRYABLE = 1
+    PERMANENT = 2
+    INTERRUPTED = 3
+
+
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """One failed attempt; `interrupted` is through no fault of its own and uses up no attempt."""
+    """One failed attempt; `kind` None was not said and is refused."""
 
     group_id: str
     index: int
+    kind: FailureKind | None
     token: ClaimToken | None = None
-    retryable: bool = False
     error: str = ""
     partial: tuple[Output, ...] = ()
-    interrupted: bool = False
 
 
 def finish(partition: Partition, result: Result, at: Moment) -> None:
@@ -54,16 +62,10 @@ def finish(partition: Partition, result: Result, at: Moment) -> None:
     group, trajectory = _find(partition, result.group_id, result.index)
     check_finished(result.outputs)
     _check_metric(partition.filter_metric, result.outputs)
-    if trajectory.state is TrajectoryState.FINISHED and group.state in (GroupState.RUNNING, GroupState.FINISHED):
+    if trajectory.state is TrajectoryState.FINISHED:
         if same_outputs(trajectory.outputs, result.outputs):
             return
-        raise already_exists(
-            "TRAJECTORY_SETTLED",
-            "the trajectory has finished with another result",
-            field="index",
-            group_id=group.group_id,
-            value=result.index,
-        )
+        raise _settled(group, result.index)
     _check_open(group, trajectory, result.token)
     payloads = partition.state.payloads
     payloads.check_outputs("outputs", result.outputs)
@@ -88,6 +90,7 @@ def finish(partition: Partition, result: Result, at: Moment) -> None:
         index=result.index,
         lengths=(total_length(outputs),),
         replica_id=last_replica(outputs),
+        attempt=trajectory.attempt,
     )
     if group.finished == group.size:
         _finish_group(partition, group, at)
@@ -97,14 +100,10 @@ def fail(partition: Partition, failure: Failure, at: Moment) -> None:
     """Report a failed attempt."""
     group, trajectory = _find(partition, failure.group_id, failure.index)
     check_partial(failure.partial)
-    if trajectory.state is TrajectoryState.FINISHED and group.state in (GroupState.RUNNING, GroupState.FINISHED):
-        raise already_exists(
-            "TRAJECTORY_SETTLED",
-            "the trajectory has finished",
-            field="index",
-            group_id=group.group_id,
-            value=failure.index,
-        )
+    if failure.kind is None:
+        raise invalid_argument("kind", "the kind of a failure must be said", reason="KIND_UNSPECIFIED")
+    if trajectory.state is TrajectoryState.FINISHED:
+        raise _settled(group, failure.index)
     _check_open(group, trajectory, failure.token)
     partition.state.payloads.check_outputs("partial.outputs", failure.partial)
     _lose_attempt(partition, group, failure, at)
@@ -114,7 +113,9 @@ def expire(partition: Partition, claim: Claim, at: Moment) -> None:
     """A claim ended with trajectories open: each is a retryable failure without partial output."""
     for index in sorted(claim.open):
         if claim.group.live:
-            failure = Failure(claim.group.group_id, index, claim.token, retryable=True, error="the claim expired")
+            failure = Failure(
+                claim.group.group_id, index, FailureKind.RETRYABLE, claim.token, error="the claim expired"
+            )
             _lose_attempt(partition, claim.group, failure, at)
 
 
@@ -141,14 +142,40 @@ def fail_group(partition: Partition, group_id: str, error: str, at: Moment) -> N
         _fail_group(partition, group, cut_error(error), at)
 
 
-def report_progress(partition: Partition, result: Result, done: int, total: int | None) -> None:
-    """Note how far a running trajectory is."""
-    group, trajectory = _find(partition, result.group_id, result.index)
-    for name, value in (("done", done), ("total", total)):
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a running trajectory is, in its unit."""
+
+    group_id: str
+    index: int
+    done: int
+    total: int | None = None
+    token: ClaimToken | None = None
+    engine_request_id: str = ""
+
+
+def report_progress(partition: Partition, progress: Progress, at: Moment) -> GroupEvent:
+    """Note how far a running trajectory is; returns what its watchers are told."""
+    group, trajectory = _find(partition, progress.group_id, progress.index)
+    for name, value in (("done", progress.done), ("total", progress.total)):
         if value is not None and value < 0:
             raise invalid_argument(name, f"{name} must not be negative", value=value, reason="OUT_OF_RANGE")
-    _check_open(group, trajectory, result.token)
-    trajectory.done = done
+    if trajectory.state is TrajectoryState.FINISHED:
+        raise _settled(group, progress.index)
+    _check_open(group, trajectory, progress.token)
+    trajectory.done = progress.done
+    return GroupEvent(
+        0,
+        at.wall,
+        GroupEventKind.PROGRESS,
+        partition.name,
+        group.group_id,
+        group.born,
+        index=progress.index,
+        attempt=trajectory.attempt,
+        done=progress.done,
+        engine_request_id=progress.engine_request_id,
+    )
 
 
 def _find_group(partition: Partition, group_id: str) -> Group:
@@ -173,9 +200,23 @@ def _check_metric(metric: str | None, outputs: Iterable[Output]) -> None:
             raise invalid_argument(f"outputs[{position}].rewards", message, value=metric, reason="REWARD_MISSING")
 
 
+def _settled(group: Group, index: int) -> TurnoutError:
+    """Another word on a trajectory that has finished."""
+    if group.state is GroupState.SAMPLED:
+        return _group_sampled(group)
+    if group.state is GroupState.FAILED:
+        return _group_failed(group)
+    message = "the trajectory has finished, and this is not the result it finished with"
+    return already_exists("TRAJECTORY_SETTLED", message, field="index", group_id=group.group_id, value=index)
+
+
+def _group_sampled(group: Group) -> TurnoutError:
+    return failed_precondition("GROUP_SAMPLED", "Sample holds the group", field="group_id", value=group.group_id)
+
+
 def _check_not_sampled(group: Group) -> None:
     if group.state is GroupState.SAMPLED:
-        raise failed_precondition("GROUP_SAMPLED", "Sample holds the group", field="group_id", value=group.group_id)
+        raise _group_sampled(group)
 
 
 def _group_failed(group: Group) -> TurnoutError:
@@ -204,8 +245,8 @@ def _lose_attempt(partition: Partition, group: Group, failure: Failure, at: Mome
     state = partition.state
     trajectory = group.trajectories[failure.index]
     error = cut_error(failure.error)
-    uses_attempt = not failure.interrupted
-    if uses_attempt and (not failure.retryable or trajectory.failures + 1 >= state.config.max_attempts):
+    uses_attempt = failure.kind is not FailureKind.INTERRUPTED
+    if failure.kind is FailureKind.PERMANENT or (uses_attempt and trajectory.failures + 1 >= state.config.max_attempts):
         trajectory.failures += 1
         trajectory.error = error
         _fail_group(partition, group, error, at)

@@ -4,15 +4,16 @@ Invariants:
   * A call either raises and changes nothing, or does all of what it says.
   * Epochs only rise. A call of an older trainer is refused; leases and shown refill claims do not outlive their epoch.
   * The current step is the highest step of a call that carried the current epoch.
-  * Sample leases live while their trainer does: its calls extend them, and a wait of its own that is parked keeps them.
+  * Sample leases live while their trainer does: any call of its epoch extends them, and a parked wait of it keeps them.
+    Without an epoch only RenewSample does, since such calls do not tell who makes them.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from services.buffer.domain import pump as pumping
-from services.buffer.domain import results, work
-from services.buffer.domain.claims import Claim, ClaimToken
+from services.buffer.domain import results
+from services.buffer.domain.claims import ClaimToken
 from services.buffer.domain.config import RunConfig
 from services.buffer.domain.ids import Ids
 from services.buffer.domain.leases import Lease, LeaseState
@@ -99,7 +100,7 @@ class Run:
         returned = 0
         for lease in list(state.leases.live.values()):
             returned += len(lease.groups)
-            self._give_back(lease, LeaseState.EXPIRED, at)
+            self._give_back(lease, LeaseState.RELEASED, at)
         fenced: list[Wait] = []
         for partition in self.partitions.values():
             trainers = list(partition.waits.trainers.values())
@@ -141,22 +142,19 @@ class Run:
             remaining = partition.refill.pay(refill_claim_id, len(specs))
         if end_of_prompts:
             partition.supply_ended = True
-        elif specs:
+        elif specs and refill_claim_id is None:
             partition.supply_ended = False
         return remaining
-
-    def claim(self, partition: Partition, worker_id: str, limit: int, at: Moment) -> list[Claim]:
-        """Hand out up to `limit` trajectories."""
-        return work.claim(partition, worker_id, limit, at)
 
     def renew_claim(self, token: ClaimToken, at: Moment) -> None:
         """Extend a claim. Raises FAILED_PRECONDITION / STALE_CLAIM."""
         self.state.claims.renew(token, at.now + self.state.config.lease_times.claim)
 
     def decline_refill(self, partition: Partition, claim_id: str) -> int:
-        """There are no more prompts; returns the credits that were cancelled."""
+        """There are no more prompts; returns the credits that were cancelled, 0 if the claim had ended already."""
         cancelled = partition.refill.decline(claim_id)
-        partition.supply_ended = True
+        if cancelled:
+            partition.supply_ended = True
         return cancelled
 
     def evict_groups(
@@ -185,6 +183,7 @@ class Run:
             spec.target,
             spec.cursor,
             trainer,
+            self.state.epoch,
             spec.sample,
             spec.auto_commit,
             spec.request_id,
@@ -252,10 +251,20 @@ class Run:
             self._give_back(lease, LeaseState.RELEASED, at)
         return lease.group_ids
 
-    def renew(self, lease_id: str) -> float:
-        """Check that a lease lives; returns how long it does, in domain seconds from the call that renews it."""
+    def renew(self, lease_id: str, at: Moment) -> float:
+        """Extend a lease; returns the domain seconds it lives from now."""
         self.state.leases.require_live(lease_id)
-        return self.state.config.lease_times.sample
+        seconds = self.state.config.lease_times.sample
+        self.state.leases.deadlines.set(lease_id, at.now + seconds)
+        return seconds
+
+    def lease_left(self, lease: Lease, now: float) -> float:
+        """Domain seconds until a lease ends or, committed, until its payloads go."""
+        leases = self.state.leases
+        if lease.state is LeaseState.COMMITTED:
+            return (leases.retained.get(lease.lease_id) or now) - now
+        until = leases.deadlines.get(lease.lease_id) or now
+        return max(until, self._heard_at(now) + self.state.config.lease_times.sample) - now
 
     def release_payload(self, lease_id: str) -> int:
         """The payloads of a committed lease may go; returns the bytes that went."""
@@ -288,15 +297,16 @@ class Run:
             state.claims.next_expiry(),
             state.payloads.next_expiry(),
             state.leases.retained.next(),
-            self._leases_end(),
+            state.leases.deadlines.next(),
         )
         return min((at for at in candidates if at is not None), default=None)
 
-    def _leases_end(self) -> float | None:
-        state = self.state
-        if not state.leases.live or any(partition.waits.trainers for partition in self.partitions.values()):
-            return None
-        return state.contact_at + state.config.lease_times.sample
+    def _heard_at(self, now: float) -> float:
+        """When the trainer was heard of last; one that waits is heard of all the time, one without epoch never."""
+        if not self.state.epoch:
+            return float("-inf")
+        parked = any(partition.waits.trainers for partition in self.partitions.values())
+        return now if parked else self.state.contact_at
 
     def expire(self, at: Moment) -> list[Partition]:
         """End what is over; returns the partitions that changed."""
@@ -305,11 +315,14 @@ class Run:
         for claim in state.claims.take_expired(at.now):
             results.expire(self.partitions[claim.partition], claim, at)
             touched[claim.partition] = None
-        ends = self._leases_end()
-        if ends is not None and ends <= at.now:
-            for lease in list(state.leases.live.values()):
-                self._give_back(lease, LeaseState.EXPIRED, at)
-                touched[lease.partition] = None
+        extended = self._heard_at(at.now) + state.config.lease_times.sample
+        for lease_id in list(state.leases.deadlines.pop_due(at.now)):
+            if extended > at.now:
+                state.leases.deadlines.set(lease_id, extended)
+                continue
+            lease = state.leases.live[lease_id]
+            self._give_back(lease, LeaseState.EXPIRED, at)
+            touched[lease.partition] = None
         for lease_id in state.leases.retained.pop_due(at.now):
             self._let_payloads_go(state.leases.require(lease_id))
         state.payloads.expire(at.now)

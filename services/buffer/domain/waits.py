@@ -33,6 +33,7 @@ class Wait:
     target: int
     cursor: int
     trainer: bool
+    epoch: int = 0
     sample: bool = False
     auto_commit: bool = False
     request_id: str = ""

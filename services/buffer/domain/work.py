@@ -7,7 +7,7 @@ claimed.
 
 from services.buffer.domain.claims import Claim, ClaimToken
 from services.buffer.domain.events import GroupEventKind
-from services.buffer.domain.group import GroupState
+from services.buffer.domain.group import Group, GroupState
 from services.buffer.domain.moment import Moment
 from services.buffer.domain.partition import Partition
 from services.buffer.domain.staleness import reborn_at_claim
@@ -20,24 +20,13 @@ def gate_open(partition: Partition) -> bool:
     return limit is None or counts.running + counts.finished < limit
 
 
-def has_work(partition: Partition) -> bool:
-    """Whether a worker would get something now."""
-    return partition.index.next_work(unstarted=gate_open(partition)) is not None
+def next_group(partition: Partition) -> Group | None:
+    """The group that the next claim would be on, if there is one."""
+    return partition.index.next_work(unstarted=gate_open(partition))
 
 
-def claim(partition: Partition, worker_id: str, limit: int, at: Moment) -> list[Claim]:
-    """Hand up to `limit` trajectories to a worker, as one claim per group and attempt, oldest group first."""
-    claims: list[Claim] = []
-    while limit > 0 and (made := _claim_one(partition, worker_id, limit, at)) is not None:
-        limit -= len(made.open)
-        claims.append(made)
-    return claims
-
-
-def _claim_one(partition: Partition, worker_id: str, limit: int, at: Moment) -> Claim | None:
-    group = partition.index.next_work(unstarted=gate_open(partition))
-    if group is None:
-        return None
+def claim(partition: Partition, group: Group, worker_id: str, limit: int, at: Moment) -> Claim:
+    """Hand up to `limit` trajectories of one attempt of `next_group` to a worker."""
     state = partition.state
     claim_id = state.ids.make("claim")
     if group.state is GroupState.PENDING:

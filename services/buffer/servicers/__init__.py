@@ -1,0 +1,1 @@
+"""The calls of the replay buffer, by noun: protobuf to domain calls and back, nothing else."""

@@ -1,0 +1,122 @@
+"""Calls that move payload bytes."""
+
+from collections.abc import AsyncIterator
+
+from google_crc32c import extend
+
+from services.buffer.domain import access
+from services.buffer.domain.outputs import Payload
+from services.buffer.domain.run import Run
+from services.buffer.servicers.base import BufferCalls, Context
+from services.buffer.wire.outputs import ref_from, ref_to, token_from
+from services.buffer.wire.scalars import duration
+from services.runtime.errors import TurnoutError, data_loss, invalid_argument, out_of_range, require_id
+from turnout.buffer.v1 import buffer_pb2 as pb
+
+SENT_CHUNK_BYTES = 1 << 20
+MAX_CHUNK_BYTES = 4 << 20
+
+
+class PayloadCalls(BufferCalls):
+    """PutPayload, GetPayloads."""
+
+    async def PutPayload(
+        self, requests: AsyncIterator[pb.PutPayloadRequest], context: Context
+    ) -> pb.PutPayloadResponse:
+        """Take one payload: header, chunks, end."""
+        header: pb.PutPayloadHeader | None = None
+        chunks: list[bytes] = []
+        size = crc = 0
+        async for frame in requests:
+            kind = frame.WhichOneof("frame")
+            if header is None:
+                if kind != "header":
+                    raise _bad_frame(kind, "the first frame is a header")
+                header = frame.header
+                run = self.run(header.run_id)
+                if header.HasField("size") and header.size < 0:
+                    message = "size must not be negative"
+                    raise invalid_argument("header.size", message, value=header.size, reason="OUT_OF_RANGE")
+                self._check_room(run, header.size)
+            elif kind == "chunk":
+                if len(frame.chunk) > MAX_CHUNK_BYTES:
+                    message = f"a chunk has at most {MAX_CHUNK_BYTES} bytes"
+                    raise invalid_argument("chunk", message, value=len(frame.chunk), reason="CHUNK_TOO_LARGE")
+                chunks.append(frame.chunk)
+                size += len(frame.chunk)
+                crc = extend(crc, frame.chunk)
+                self._check_room(self.run(header.run_id), size)
+            elif kind == "end":
+                return self._keep(header, b"".join(chunks), crc, frame.end.crc32c)
+            else:
+                raise _bad_frame(kind, "after the header come chunks, then the end")
+        raise _bad_frame(None, "the upload ended without its last frame")
+
+    def _check_room(self, run: Run, size: int) -> None:
+        run.state.payloads.check_room(size, run.state.config.caps.max_bytes, "size")
+
+    def _keep(self, header: pb.PutPayloadHeader, data: bytes, crc: int, claimed: int) -> pb.PutPayloadResponse:
+        run = self.run(header.run_id)
+        if header.HasField("size") and header.size != len(data):
+            message = f"the header said {header.size} bytes, {len(data)} came"
+            raise invalid_argument("header.size", message, value=header.size, reason="SIZE_MISMATCH")
+        if crc != claimed:
+            message = f"the bytes have CRC32C {crc:#010x}, the sender says {claimed:#010x}"
+            raise data_loss("CRC_MISMATCH", message, field="end.crc32c", value=claimed, computed=crc)
+        lease = run.state.config.lease_times.payload
+        payload = run.state.payloads.upload(data, crc, self.desk.clock.now() + lease)
+        self.desk.rearm(run)
+        return pb.PutPayloadResponse(ref=ref_to(payload), lease=duration(self.wall(lease)))
+
+    async def GetPayloads(
+        self, request: pb.GetPayloadsRequest, context: Context
+    ) -> AsyncIterator[pb.GetPayloadsResponse]:
+        """Stream the bytes of references under a sample lease or a claim."""
+        run = self.run(request.run_id)
+        refs = [ref_from(ref) for ref in request.refs]
+        if request.lease_id:
+            opened = access.of_lease(run, require_id("lease_id", request.lease_id))
+        elif request.HasField("claim"):
+            opened = access.of_claim(run, token_from(request.claim))
+        else:
+            raise invalid_argument("lease_id", "a sample lease or a claim is needed to read by", reason="REQUIRED")
+        access.check_readable(run, opened, refs)
+        total = sum(ref.size for ref in refs)
+        if request.resume_at < 0:
+            message = "resume_at must not be negative"
+            raise invalid_argument("resume_at", message, value=request.resume_at, reason="OUT_OF_RANGE")
+        if request.resume_at > total:
+            message = f"the references have {total} bytes together"
+            raise out_of_range("RESUME_BEYOND_END", message, field="resume_at", value=request.resume_at, total=total)
+        # What is being read does not go away under the reader when its lease ends.
+        book = run.state.payloads
+        pinned = [book.keep(ref) for ref in refs]
+        try:
+            skip = request.resume_at
+            for position, payload in enumerate(pinned):
+                if skip and skip >= payload.size:
+                    skip -= payload.size
+                    continue
+                async for frame in self._stream(run, payload, position, skip):
+                    yield frame
+                skip = 0
+        finally:
+            if run.state.payloads.holds(pinned):
+                book.drop(pinned)
+
+    async def _stream(
+        self, run: Run, payload: Payload, position: int, offset: int
+    ) -> AsyncIterator[pb.GetPayloadsResponse]:
+        header = pb.GetPayloadsHeader(ref_index=position, offset=offset)
+        yield pb.GetPayloadsResponse(header=header)
+        while offset < payload.size:
+            # The run may have been deleted since.
+            self.desk.parking(run)
+            chunk = run.state.payloads.read(payload, offset, SENT_CHUNK_BYTES)
+            offset += len(chunk)
+            yield pb.GetPayloadsResponse(chunk=chunk)
+        yield pb.GetPayloadsResponse(end=pb.GetPayloadsEnd(crc32c=payload.crc32c))
+
+
+def _bad_frame(kind: str | None, message: str) -> TurnoutError:
+    return invalid_argument("frame", message, value=kind, reason="BAD_FRAME")

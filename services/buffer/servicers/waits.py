@@ -1,0 +1,203 @@
+"""Calls that wait for depth, and the leases that Sample gives."""
+
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+from services.buffer.domain.depth import Depth
+from services.buffer.domain.partition import Partition
+from services.buffer.domain.refill import RefillClaim
+from services.buffer.domain.run import Run, WaitSpec
+from services.buffer.domain.waits import WaitEnd
+from services.buffer.parking import ParkedWait
+from services.buffer.servicers.base import BufferCalls, Context, optional_epoch, required_step
+from services.buffer.wire.waits import progress_to, refill_due_to, sample_done_to, sampled_to, wait_done_to
+from services.runtime.errors import invalid_argument, require_id, resource_exhausted
+from services.runtime.waits import deadline_after, duration_seconds, park, wait_budget
+from turnout.buffer.v1 import buffer_pb2 as pb
+
+# Domain seconds between signs of life of a wait, and the least a caller may ask for.
+PROGRESS_INTERVAL_S = 10.0
+MIN_PROGRESS_INTERVAL_S = 0.1
+# A part of a manifest: large enough for throughput, far below the 4 MiB that many clients accept.
+PART_BYTES = 1 << 20
+
+WaitEvent = Depth | RefillClaim | WaitEnd
+
+
+class WaitCalls(BufferCalls):
+    """WaitForSampleable, Sample, CommitSample, ReleaseSample, RenewSample, ReleasePayload."""
+
+    async def WaitForSampleable(
+        self, request: pb.WaitForSampleableRequest, context: Context
+    ) -> AsyncIterator[pb.WaitForSampleableResponse]:
+        """Wait until enough groups are sampleable."""
+        run, partition = self.place(request.run_id, request.partition)
+        epoch = optional_epoch(request)
+        # Without an epoch the wait only watches, unless nobody ever opened one.
+        trainer = epoch is not None or not run.state.epoch
+        if trainer:
+            run.check_epoch(epoch)
+        spec = WaitSpec(required_step(request), request.target, request.cursor)
+        async with aclosing(self._wait(run, partition, spec, request, context, trainer=trainer)) as events:
+            async for event in events:
+                match event:
+                    case Depth():
+                        yield pb.WaitForSampleableResponse(progress=progress_to(event, spec.target))
+                    case RefillClaim():
+                        yield pb.WaitForSampleableResponse(refill_due=refill_due_to(event))
+                    case WaitEnd():
+                        yield pb.WaitForSampleableResponse(done=wait_done_to(event))
+
+    async def Sample(self, request: pb.SampleRequest, context: Context) -> AsyncIterator[pb.SampleResponse]:
+        """Wait for a batch, then lease it."""
+        run, partition = self.place(request.run_id, request.partition)
+        run.check_epoch(optional_epoch(request))
+        if request.request_id:
+            require_id("request_id", request.request_id)
+        spec = WaitSpec(
+            required_step(request),
+            request.batch,
+            request.cursor,
+            sample=True,
+            auto_commit=request.auto_commit,
+            request_id=request.request_id,
+            fingerprint=self.content(request),
+        )
+        async with aclosing(self._wait(run, partition, spec, request, context, trainer=True)) as events:
+            async for event in events:
+                match event:
+                    case Depth():
+                        yield pb.SampleResponse(progress=progress_to(event, spec.target))
+                    case RefillClaim():
+                        yield pb.SampleResponse(refill_due=refill_due_to(event))
+                    case WaitEnd():
+                        for part in self._parts(run, event):
+                            yield pb.SampleResponse(groups=part)
+                        if event.lease is not None and spec.auto_commit:
+                            run.commit(event.lease.lease_id, self.desk.moment())
+                            self.desk.changed(run, partition)
+                        left = 0.0 if event.lease is None else run.lease_left(event.lease, self.desk.clock.now())
+                        done = sample_done_to(event, training=partition.training, lease=self.wall(left))
+                        yield pb.SampleResponse(done=done)
+
+    def _parts(self, run: Run, end: WaitEnd) -> list[pb.SampledGroups]:
+        """The batch in parts of about 1 MiB. A group that cannot be sent at all sends the batch back."""
+        parts: list[pb.SampledGroups] = []
+        size = PART_BYTES
+        for group in end.lease.groups if end.lease is not None else ():
+            message = sampled_to(group)
+            length = message.ByteSize()
+            if end.lease is not None and length + 1024 > self.max_message_bytes:
+                run.release(end.lease.lease_id, self.desk.moment())
+                raise resource_exhausted(
+                    "MANIFEST_TOO_LARGE",
+                    f"the manifest of one group has {length} bytes, more than fits into a message",
+                    field="group_id",
+                    value=group.group_id,
+                    limit=self.max_message_bytes,
+                )
+            if size + length > PART_BYTES:
+                parts.append(pb.SampledGroups())
+                size = 0
+            parts[-1].groups.append(message)
+            size += length
+        return parts
+
+    async def _wait(
+        self, run: Run, partition: Partition, spec: WaitSpec, request: Any, context: Context, *, trainer: bool
+    ) -> AsyncGenerator[WaitEvent, None]:
+        """The events of a wait: depths and refill claims, then the end."""
+        clock = self.desk.clock
+        interval = _progress_interval(request)
+        asked = duration_seconds(request.max_wait, "max_wait") if request.HasField("max_wait") else None
+        deadline = deadline_after(clock, wait_budget(asked, context.time_remaining()))
+        self.draining.check()
+        with self.desk.parking(run).slot():
+            wait, answered = run.open_wait(partition, spec, self.desk.moment(), trainer=trainer)
+            depth = partition.depth(spec.step, clock.now())
+            parked = self.desk.park(run, partition, wait)
+            parked.ended = answered
+            delivered = False
+            try:
+                if trainer:
+                    self.desk.contact(run, spec.step)
+                self.desk.changed(run, partition)
+                yield depth
+                told_at = clock.now()
+                while True:
+                    while parked.refills:
+                        yield parked.refills.popleft()
+                    parked.check()
+                    if parked.ended is None and clock.now() >= deadline:
+                        parked.ended = run.time_out(partition, wait, self.desk.moment())
+                    if parked.ended is not None:
+                        break
+                    if parked.progress_due or clock.now() >= told_at + interval:
+                        parked.progress_due = False
+                        told_at = clock.now()
+                        yield partition.depth(spec.step, told_at)
+                        continue
+                    parked.wake.clear()
+                    await park(parked.wake, min(deadline, told_at + interval), clock=clock, draining=self.draining)
+                yield parked.ended
+                delivered = True
+            finally:
+                self._give_back_undelivered(run, parked, delivered=delivered)
+                self.desk.leave(run, partition, parked)
+
+    def _give_back_undelivered(self, run: Run, parked: ParkedWait, *, delivered: bool) -> None:
+        """A batch that nobody can ever have heard of goes back; with a request_id a repeat still finds it."""
+        lease = parked.ended.lease if parked.ended is not None else None
+        if delivered or lease is None or parked.wait.request_id or lease.lease_id not in run.state.leases.live:
+            return
+        run.release(lease.lease_id, self.desk.moment())
+
+    async def CommitSample(self, request: pb.CommitSampleRequest, context: Context) -> pb.CommitSampleResponse:
+        """The leased groups are consumed."""
+        run, lease_id = self._leased(request)
+        group_ids = run.commit(lease_id, self.desk.moment())
+        self._ended(run, lease_id)
+        return pb.CommitSampleResponse(group_ids=group_ids)
+
+    async def ReleaseSample(self, request: pb.ReleaseSampleRequest, context: Context) -> pb.ReleaseSampleResponse:
+        """The leased groups come back."""
+        run, lease_id = self._leased(request)
+        group_ids = run.release(lease_id, self.desk.moment())
+        self._ended(run, lease_id)
+        return pb.ReleaseSampleResponse(group_ids=group_ids)
+
+    async def RenewSample(self, request: pb.RenewSampleRequest, context: Context) -> pb.RenewSampleResponse:
+        """Extend a sample lease."""
+        run, lease_id = self._leased(request)
+        message = pb.RenewSampleResponse()
+        message.lease.FromNanoseconds(round(self.wall(run.renew(lease_id, self.desk.moment())) * 1e9))
+        self.desk.contact(run)
+        self.desk.rearm(run)
+        return message
+
+    async def ReleasePayload(self, request: pb.ReleasePayloadRequest, context: Context) -> pb.ReleasePayloadResponse:
+        """The payload bytes of a committed lease may go."""
+        run, lease_id = self._leased(request)
+        freed = run.release_payload(lease_id)
+        self.desk.contact(run)
+        return pb.ReleasePayloadResponse(bytes_released=freed)
+
+    def _leased(self, request: Any) -> tuple[Run, str]:
+        run = self.run(request.run_id)
+        run.check_epoch(optional_epoch(request))
+        return run, require_id("lease_id", request.lease_id)
+
+    def _ended(self, run: Run, lease_id: str) -> None:
+        self.desk.contact(run)
+        self.desk.changed(run, run.partition(run.state.leases.require(lease_id).partition))
+
+
+def _progress_interval(request: Any) -> float:
+    if not request.HasField("progress_interval"):
+        return PROGRESS_INTERVAL_S
+    interval = duration_seconds(request.progress_interval, "progress_interval")
+    if interval < MIN_PROGRESS_INTERVAL_S:
+        message = f"progress_interval must be at least {MIN_PROGRESS_INTERVAL_S} s, it is {interval:g} s"
+        raise invalid_argument("progress_interval", message, value=interval, reason="OUT_OF_RANGE")
+    return interval

@@ -1,0 +1,161 @@
+"""Calls that bring prompts in and hand trajectories out."""
+
+from services.buffer.domain import work
+from services.buffer.domain.claims import Claim
+from services.buffer.domain.config import MAX_GROUP_SIZE
+from services.buffer.domain.partition import Partition
+from services.buffer.domain.run import Run
+from services.buffer.servicers.base import BufferCalls, Context, each, optional_epoch, required_step
+from services.buffer.wire.groups import claim_size, claim_to, spec_from
+from services.buffer.wire.outputs import token_from
+from services.runtime.errors import invalid_argument, require_id
+from services.runtime.waits import deadline_after, duration_seconds, park, wait_budget
+from turnout.buffer.v1 import buffer_pb2 as pb
+
+# Below the 4 MiB that many clients accept.
+DEFAULT_CLAIM_BYTES = 3 << 20
+
+
+class _NoWork(Exception):
+    """The time passed with nothing to do: an answer without effect, which a repeat must not get again."""
+
+
+class WorkCalls(BufferCalls):
+    """AddGroups, ClaimGroups, RenewClaims, DeclineRefill, EvictGroups."""
+
+    async def AddGroups(self, request: pb.AddGroupsRequest, context: Context) -> pb.AddGroupsResponse:
+        """Admit prompts, all or none."""
+        run, partition = self.place(request.run_id, request.partition)
+        run.check_epoch(optional_epoch(request))
+        step = required_step(request)
+
+        def execute() -> pb.AddGroupsResponse:
+            specs = [spec_from(group, position) for position, group in enumerate(request.groups)]
+            remaining = run.add_groups(
+                partition,
+                specs,
+                step,
+                self.desk.moment(),
+                refill_claim_id=request.refill_claim_id if request.HasField("refill_claim_id") else None,
+                end_of_prompts=request.end_of_prompts,
+            )
+            self.desk.contact(run, step)
+            self.desk.changed(run, partition)
+            return pb.AddGroupsResponse(added=len(specs), refill_remaining=remaining)
+
+        return await self.once(request.run_id, "AddGroups", request, request.request_id, execute)
+
+    async def ClaimGroups(self, request: pb.ClaimGroupsRequest, context: Context) -> pb.ClaimGroupsResponse:
+        """Hand pending trajectories to a worker, waiting for some."""
+        run, partition = self.place(request.run_id, request.partition)
+        require_id("worker_id", request.worker_id)
+        limit = request.max_trajectories if request.HasField("max_trajectories") else 1
+        if not 1 <= limit <= MAX_GROUP_SIZE:
+            message = f"max_trajectories must be 1 to {MAX_GROUP_SIZE}, it is {limit}"
+            raise invalid_argument("max_trajectories", message, value=limit, reason="OUT_OF_RANGE")
+        room = request.max_bytes if request.HasField("max_bytes") else DEFAULT_CLAIM_BYTES
+        if room < 1:
+            raise invalid_argument("max_bytes", "max_bytes must be above 0", value=room, reason="OUT_OF_RANGE")
+        asked = duration_seconds(request.max_wait, "max_wait")
+        deadline = deadline_after(self.desk.clock, wait_budget(asked, context.time_remaining()))
+
+        async def execute() -> list[Claim]:
+            claims = await self._claim(run, partition, request.worker_id, limit, room, deadline)
+            if not claims:
+                raise _NoWork
+            return claims
+
+        try:
+            if request.request_id:
+                require_id("request_id", request.request_id)
+                claims = await self.answers["ClaimGroups"].once(
+                    request.run_id,
+                    "ClaimGroups",
+                    request.request_id,
+                    self.content(request),
+                    self.desk.clock.now(),
+                    execute,
+                )
+            else:
+                claims = await execute()
+        except _NoWork:
+            claims = []
+        return pb.ClaimGroupsResponse(claims=self._living(run, claims))
+
+    async def _claim(
+        self, run: Run, partition: Partition, worker_id: str, limit: int, room: int, deadline: float
+    ) -> list[Claim]:
+        """Claim at once, or park until there is work or the deadline has come."""
+        self.draining.check()
+        claims = self._take(run, partition, worker_id, limit, room)
+        if claims:
+            self.desk.changed(run, partition)
+        if claims or deadline <= self.desk.clock.now():
+            return claims
+        try:
+            with self.desk.parking(run).claim(partition) as parked:
+                while await park(parked.wake, deadline, clock=self.desk.clock, draining=self.draining):
+                    parked.check()
+                    parked.wake.clear()
+                    claims = self._take(run, partition, worker_id, limit, room)
+                    if claims:
+                        return claims
+            return []
+        finally:
+            # Only the first in the queue is woken: now that this one has left it, it is another's turn.
+            self.desk.changed(run, partition)
+
+    def _take(self, run: Run, partition: Partition, worker_id: str, limit: int, room: int) -> list[Claim]:
+        """Claim what fits into the answer; one claim always does."""
+        claims: list[Claim] = []
+        at = self.desk.moment()
+        while limit > 0 and (group := work.next_group(partition)) is not None:
+            room -= claim_size(group, limit)
+            if claims and room < 0:
+                break
+            claim = work.claim(partition, group, worker_id, limit, at)
+            limit -= len(claim.open)
+            claims.append(claim)
+        return claims
+
+    def _living(self, run: Run, claims: list[Claim]) -> list[pb.Claim]:
+        """The claims as messages; of a repeated answer, those that still live."""
+        now = self.desk.clock.now()
+        messages: list[pb.Claim] = []
+        for claim in claims:
+            until = run.state.claims.until(claim.token.claim_id)
+            if until is not None:
+                messages.append(claim_to(claim, self.wall(until - now), self.read_inline))
+        return messages
+
+    async def RenewClaims(self, request: pb.RenewClaimsRequest, context: Context) -> pb.RenewClaimsResponse:
+        """Extend the leases of claims."""
+        run = self.run(request.run_id)
+        at = self.desk.moment()
+        outcomes = each(request.tokens, lambda token: run.renew_claim(token_from(token), at))
+        return pb.RenewClaimsResponse(outcomes=outcomes)
+
+    async def DeclineRefill(self, request: pb.DeclineRefillRequest, context: Context) -> pb.DeclineRefillResponse:
+        """Cancel the credits of a refill claim and end supply."""
+        run, partition = self.place(request.run_id, request.partition)
+        run.check_epoch(optional_epoch(request))
+        require_id("refill_claim_id", request.refill_claim_id)
+        cancelled = run.decline_refill(partition, request.refill_claim_id)
+        self.desk.contact(run)
+        self.desk.changed(run, partition)
+        return pb.DeclineRefillResponse(cancelled=cancelled)
+
+    async def EvictGroups(self, request: pb.EvictGroupsRequest, context: Context) -> pb.EvictGroupsResponse:
+        """Remove groups on the caller's order."""
+        run, partition = self.place(request.run_id, request.partition)
+        run.check_epoch(optional_epoch(request))
+
+        def execute() -> pb.EvictGroupsResponse:
+            for position, group_id in enumerate(request.group_ids):
+                require_id(f"group_ids[{position}]", group_id)
+            counts = run.evict_groups(partition, request.group_ids, refill=request.refill, at=self.desk.moment())
+            self.desk.contact(run)
+            self.desk.changed(run, partition)
+            return pb.EvictGroupsResponse(evicted=counts.evicted, missing=counts.missing, sampled=counts.sampled)
+
+        return await self.once(request.run_id, "EvictGroups", request, request.request_id, execute)

@@ -1,0 +1,115 @@
+"""Outputs, payloads and claim tokens on the wire.
+
+Invariant: the CRC32C of inline bytes is computed as they arrive; bytes that are kept leave as references, except
+prompts, which workers get as they came.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from sys import intern
+
+from google_crc32c import value as crc32c
+
+from services.buffer.domain.claims import ClaimToken
+from services.buffer.domain.outputs import (
+    NO_REWARDS,
+    NOTHING,
+    InlinePayload,
+    Output,
+    Payload,
+    Segment,
+    SegmentEnd,
+)
+from services.buffer.wire.scalars import enum_of
+from services.runtime.errors import invalid_argument
+from turnout.buffer.v1 import buffer_pb2 as pb
+
+ReadInline = Callable[[Payload], bytes]
+
+
+def token_from(message: pb.ClaimToken) -> ClaimToken:
+    """A claim token; its parts are checked where it is used."""
+    return ClaimToken(message.claim_id, message.attempt)
+
+
+def token_to(token: ClaimToken) -> pb.ClaimToken:
+    """A claim token."""
+    return pb.ClaimToken(claim_id=token.claim_id, attempt=token.attempt)
+
+
+def payload_from(message: pb.Payload, field: str) -> Payload | InlinePayload:
+    """A payload as it arrived."""
+    match message.WhichOneof("source"):
+        case "inline":
+            data = message.inline
+            return InlinePayload(data, crc32c(data), message.content_type)
+        case "ref":
+            return ref_from(message.ref, message.content_type)
+        case _:
+            raise invalid_argument(field, f"{field} has neither bytes nor a reference", reason="PAYLOAD_EMPTY")
+
+
+def ref_from(message: pb.PayloadRef, content_type: str = "") -> Payload:
+    """A reference; whether it exists is for the domain to say."""
+    return Payload(message.id, message.size, message.crc32c, message.store, content_type)
+
+
+def ref_to(payload: Payload) -> pb.PayloadRef:
+    """A reference."""
+    return pb.PayloadRef(id=payload.id, store=payload.store, size=payload.size, crc32c=payload.crc32c)
+
+
+def payload_to(payload: Payload, read_inline: ReadInline | None = None) -> pb.Payload:
+    """A kept payload: as a reference, or as bytes if it came inline and `read_inline` is given."""
+    if read_inline is not None and payload.inline:
+        return pb.Payload(inline=read_inline(payload), content_type=payload.content_type)
+    return pb.Payload(ref=ref_to(payload), content_type=payload.content_type)
+
+
+def tags_from(tags: Mapping[str, str]) -> Mapping[str, str]:
+    """Labels; what has none shares one empty mapping."""
+    return dict(tags) if tags else NOTHING
+
+
+def outputs_from(messages: Iterable[pb.Output], field: str) -> tuple[Output, ...]:
+    """Outputs as they arrived; only what the wire can get wrong is checked."""
+    return tuple(_output_from(message, f"{field}[{position}]") for position, message in enumerate(messages))
+
+
+def _output_from(message: pb.Output, field: str) -> Output:
+    return Output(
+        segments=tuple(
+            Segment(
+                segment.tokens,
+                segment.weight_version if segment.HasField("weight_version") else None,
+                enum_of(SegmentEnd, segment.end, f"{field}.segments[{position}].end", SegmentEnd.COMPLETED),
+                # A few names over millions of segments.
+                intern(segment.replica_id),
+            )
+            for position, segment in enumerate(message.segments)
+        ),
+        prompt_tokens=message.prompt_tokens,
+        rewards={intern(name): value for name, value in message.rewards.items()} if message.rewards else NO_REWARDS,
+        payload=payload_from(message.payload, f"{field}.payload") if message.HasField("payload") else None,
+        tags=tags_from(message.tags),
+    )
+
+
+def output_to(output: Output) -> pb.Output:
+    """A kept output, its payload as a reference."""
+    message = pb.Output(
+        prompt_tokens=output.prompt_tokens,
+        segments=[
+            pb.Segment(
+                tokens=segment.tokens,
+                weight_version=segment.weight_version,
+                end=pb.SegmentEnd.ValueType(segment.end.value),
+                replica_id=segment.replica_id,
+            )
+            for segment in output.segments
+        ],
+        rewards=output.rewards,
+        tags=output.tags,
+    )
+    if isinstance(output.payload, Payload):
+        message.payload.CopyFrom(payload_to(output.payload))
+    return message

@@ -1,0 +1,47 @@
+"""Times, enums and numbers between the wire and the domain.
+
+Invariants: an enum value this version does not know is INVALID_ARGUMENT naming the field; a number too large for its
+field is sent as the largest that fits, never wrapped.
+"""
+
+from enum import Enum
+from typing import TypeVar
+
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from services.runtime.errors import invalid_argument
+
+E = TypeVar("E", bound=Enum)
+
+_INT64_MAX = 2**63 - 1
+
+
+def enum_of(kind: type[E], number: int, field: str, default: E) -> E:
+    """The domain value of a wire enum; 0 is the default."""
+    if number == 0:
+        return default
+    try:
+        return kind(number)
+    except ValueError:
+        message = f"{field} has no value {number}"
+        raise invalid_argument(field, message, value=number, reason="UNKNOWN_ENUM_VALUE") from None
+
+
+def int64(number: int) -> int:
+    """The number as it fits into an int64 field."""
+    return min(number, _INT64_MAX)
+
+
+def duration(seconds: float) -> Duration:
+    """Seconds as a Duration; what lies in the past is 0."""
+    made = Duration()
+    made.FromNanoseconds(round(max(0.0, seconds) * 1e9))
+    return made
+
+
+def timestamp(wall: float) -> Timestamp:
+    """Unix seconds as a Timestamp."""
+    made = Timestamp()
+    made.FromNanoseconds(round(wall * 1e9))
+    return made
