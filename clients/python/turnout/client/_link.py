@@ -1,0 +1,328 @@
+"""The connection to one service, blocking or asyncio, behind one shape.
+
+Everything above this module is written once, as coroutines over a `Link`. Over an `AsyncLink` they are ordinary
+coroutines. Over a `BlockingLink` each await blocks the calling thread and then completes at once, so `run_blocking` can
+drive the same coroutine without an event loop: user callbacks run on the caller's thread.
+
+Invariants: nothing is opened before the first call; a link has one channel for waits and one for everything else, so
+that parked waits never stand in the way of the call that releases them; loopback targets never go through a proxy; an
+asyncio link serves one event loop and says so when another one uses it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from dataclasses import dataclass
+from typing import Any, Final, Protocol, TypeVar
+
+import grpc
+import grpc.aio
+
+from turnout.client._errors import from_rpc_error
+from turnout.client._options import ClientOptions
+from turnout.client._targets import is_local, proxy_hint
+
+T = TypeVar("T")
+
+_RECONNECT_FIRST_MS: Final = 100
+_RECONNECT_MAX_MS: Final = 1000
+"""gRPC's own limit of two minutes would keep a client away long after a service is back."""
+
+_CLOSE_S: Final = 1.0
+"""Calls still at work when an asyncio client is closed get this long to end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """One call of the contract, as the generated stub describes it."""
+
+    path: str
+    shape: str
+    """unary_unary, unary_stream, stream_unary or stream_stream."""
+    serializer: Callable[[Any], bytes]
+    deserializer: Callable[[bytes], Any]
+    waiting: bool
+    """Whether it goes over the channel of the waits."""
+
+
+class Stream(Protocol):
+    """Messages that arrive one by one; ends with StopAsyncIteration or a TurnoutError."""
+
+    async def next(self) -> Any:
+        """Return the next message."""
+        ...
+
+    def cancel(self) -> None:
+        """End the call, if it has not ended."""
+        ...
+
+
+class Link(Protocol):
+    """What the calls need of the world."""
+
+    target: str
+
+    def now(self) -> float:
+        """Monotonic seconds."""
+        ...
+
+    async def sleep(self, seconds: float) -> None:
+        """Pause."""
+        ...
+
+    async def invoke(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a function of the user; over an asyncio link it may be a coroutine function."""
+        ...
+
+    async def unary(self, method: Method, request: Any, timeout: float) -> Any:
+        """Make a call with one answer. `request` is a message, or an iterable of messages. Raises TurnoutError."""
+        ...
+
+    def stream(self, method: Method, request: Any, timeout: float | None) -> Stream:
+        """Make a call with many answers."""
+        ...
+
+    async def close(self) -> None:
+        """Close both channels; calls at work end CANCELLED."""
+        ...
+
+
+class LinkClosed(RuntimeError):
+    """The client was closed."""
+
+    def __init__(self, target: str) -> None:
+        super().__init__(f"the client of {target} is closed")
+
+
+def channel_options(target: str, options: ClientOptions) -> list[tuple[str, int]]:
+    """Return gRPC's options for a channel to `target`."""
+    timeout_ms = round(options.keepalive.timeout * 1000)
+    return [
+        ("grpc.keepalive_time_ms", round(options.keepalive.interval * 1000)),
+        ("grpc.keepalive_timeout_ms", timeout_ms),
+        # The first one bounds the write, this one the answer; without it a silent peer is noticed after a minute.
+        ("grpc.http2.ping_timeout_ms", timeout_ms),
+        # A wait sends nothing for minutes; gRPC would stop pinging after two.
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.max_receive_message_length", options.max_message_bytes),
+        ("grpc.max_send_message_length", options.max_message_bytes),
+        ("grpc.initial_reconnect_backoff_ms", _RECONNECT_FIRST_MS),
+        ("grpc.max_reconnect_backoff_ms", _RECONNECT_MAX_MS),
+        # Otherwise gRPC gives all channels of a process to one target the same connection.
+        ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.enable_http_proxy", 0 if is_local(target) else 1),
+        ("grpc.enable_retries", 0),
+    ]
+
+
+def run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine whose every await blocks, on this thread."""
+    try:
+        coroutine.send(None)
+    except StopIteration as stop:
+        result: T = stop.value
+        return result
+    coroutine.close()
+    raise RuntimeError("a blocking client awaited something that needs an event loop")
+
+
+def iterate_blocking(items: AsyncGenerator[T, None]) -> Iterator[T]:
+    """Iterate over an async generator whose every await blocks, on this thread."""
+    try:
+        while True:
+            try:
+                item = run_blocking(_next(items))
+            except StopAsyncIteration:
+                return
+            yield item
+    finally:
+        run_blocking(items.aclose())
+
+
+async def _next(items: AsyncGenerator[T, None]) -> T:
+    # Not `anext(items)`: a coroutine may not end with StopIteration, and this one ends with StopAsyncIteration.
+    return await items.__anext__()
+
+
+class BlockingLink:
+    """A link over blocking stubs: it has no event loop, and may be used from any number of threads."""
+
+    def __init__(self, target: str, options: ClientOptions) -> None:
+        self.target = target
+        self._options = options
+        self._lock = threading.Lock()
+        self._channels: dict[bool, grpc.Channel] = {}
+        self._callables: dict[str, Any] = {}
+        self._closed = False
+
+    def now(self) -> float:
+        """Monotonic seconds."""
+        return time.monotonic()
+
+    async def sleep(self, seconds: float) -> None:
+        """Block this thread."""
+        time.sleep(seconds)  # noqa: ASYNC251 - there is no event loop here
+
+    async def invoke(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call on this thread."""
+        answer = function(*arguments)
+        if inspect.iscoroutine(answer):
+            answer.close()
+            raise TypeError(f"{function!r} is a coroutine function; a blocking client needs a plain one")
+        return answer
+
+    async def unary(self, method: Method, request: Any, timeout: float) -> Any:
+        """Make a call with one answer, blocking."""
+        argument = request if method.shape == "unary_unary" else iter(request)
+        try:
+            return self._callable(method)(argument, timeout=timeout)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error, hint=proxy_hint(self.target, os.environ)) from error
+
+    def stream(self, method: Method, request: Any, timeout: float | None) -> Stream:
+        """Make a call with many answers."""
+        argument = request if method.shape == "unary_stream" else iter(request)
+        return _BlockingStream(self._callable(method)(argument, timeout=timeout), self.target)
+
+    async def close(self) -> None:
+        """Close both channels."""
+        with self._lock:
+            channels, self._channels, self._closed = list(self._channels.values()), {}, True
+            self._callables.clear()
+        for channel in channels:
+            channel.close()
+
+    def _callable(self, method: Method) -> Any:
+        with self._lock:
+            if self._closed:
+                raise LinkClosed(self.target)
+            if method.path not in self._callables:
+                channel = self._channels.get(method.waiting)
+                if channel is None:
+                    channel = self._channels[method.waiting] = self._open()
+                self._callables[method.path] = getattr(channel, method.shape)(
+                    method.path,
+                    request_serializer=method.serializer,
+                    response_deserializer=method.deserializer,
+                    _registered_method=True,
+                )
+            return self._callables[method.path]
+
+    def _open(self) -> grpc.Channel:
+        arguments = channel_options(self.target, self._options)
+        if self._options.credentials is not None:
+            return grpc.secure_channel(self.target, self._options.credentials, options=arguments)
+        return grpc.insecure_channel(self.target, options=arguments)
+
+
+class _BlockingStream:
+    def __init__(self, call: Any, target: str) -> None:
+        self._call = call
+        self._target = target
+
+    async def next(self) -> Any:
+        try:
+            return next(self._call)
+        except StopIteration:
+            # A coroutine must not end with StopIteration.
+            raise StopAsyncIteration from None
+        except grpc.RpcError as error:
+            raise from_rpc_error(error, hint=proxy_hint(self._target, os.environ)) from error
+
+    def cancel(self) -> None:
+        self._call.cancel()
+
+
+class AsyncLink:
+    """A link over asyncio stubs, for the event loop of its first call."""
+
+    def __init__(self, target: str, options: ClientOptions) -> None:
+        self.target = target
+        self._options = options
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._channels: dict[bool, grpc.aio.Channel] = {}
+        self._callables: dict[str, Any] = {}
+        self._closed = False
+
+    def now(self) -> float:
+        """Monotonic seconds."""
+        return time.monotonic()
+
+    async def sleep(self, seconds: float) -> None:
+        """Let other tasks run for a while."""
+        await asyncio.sleep(seconds)
+
+    async def invoke(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call, and await the answer if it can be."""
+        answer = function(*arguments)
+        return await answer if inspect.isawaitable(answer) else answer
+
+    async def unary(self, method: Method, request: Any, timeout: float) -> Any:
+        """Make a call with one answer."""
+        call = self._callable(method)(request, timeout=timeout)
+        try:
+            return await call
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error, hint=proxy_hint(self.target, os.environ)) from error
+
+    def stream(self, method: Method, request: Any, timeout: float | None) -> Stream:
+        """Make a call with many answers."""
+        return _AsyncStream(self._callable(method)(request, timeout=timeout), self.target)
+
+    async def close(self) -> None:
+        """Close both channels."""
+        self._closed = True
+        channels, self._channels = list(self._channels.values()), {}
+        self._callables.clear()
+        for channel in channels:
+            await channel.close(_CLOSE_S)
+
+    def _callable(self, method: Method) -> Any:
+        loop = asyncio.get_running_loop()
+        if self._closed:
+            raise LinkClosed(self.target)
+        if self._loop is None:
+            self._loop = loop
+        elif self._loop is not loop:
+            raise RuntimeError(
+                f"the client of {self.target} belongs to another event loop; make one client per loop, "
+                "or use the blocking client, which any thread may use"
+            )
+        if method.path not in self._callables:
+            channel = self._channels.get(method.waiting)
+            if channel is None:
+                channel = self._channels[method.waiting] = self._open()
+            self._callables[method.path] = getattr(channel, method.shape)(
+                method.path,
+                request_serializer=method.serializer,
+                response_deserializer=method.deserializer,
+                _registered_method=True,
+            )
+        return self._callables[method.path]
+
+    def _open(self) -> grpc.aio.Channel:
+        arguments = channel_options(self.target, self._options)
+        if self._options.credentials is not None:
+            return grpc.aio.secure_channel(self.target, self._options.credentials, options=arguments)
+        return grpc.aio.insecure_channel(self.target, options=arguments)
+
+
+class _AsyncStream:
+    def __init__(self, call: Any, target: str) -> None:
+        self._call = call
+        self._messages = aiter(call)
+        self._target = target
+
+    async def next(self) -> Any:
+        try:
+            return await anext(self._messages)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error, hint=proxy_hint(self._target, os.environ)) from error
+
+    def cancel(self) -> None:
+        self._call.cancel()

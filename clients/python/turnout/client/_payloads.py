@@ -1,0 +1,113 @@
+"""Payloads as frames and back: pure.
+
+Invariants: a chunk has at most `CHUNK_BYTES`; the end frame carries the CRC32C of all chunks; a download is accepted
+only if each payload has its announced size and checksum; a torn download goes on at the byte where it was cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Final
+
+import google_crc32c
+import grpc
+
+from turnout.buffer.v1 import buffer_pb2
+from turnout.client._errors import TurnoutError, make_error
+from turnout.engine.v1 import engine_pb2
+
+CHUNK_BYTES: Final = 1024 * 1024
+"""As the contract advises."""
+
+INLINE_BYTES: Final = 256 * 1024
+"""The largest payload that may travel inside a message."""
+
+Bytes = bytes | bytearray | memoryview
+
+
+def chunks(data: Bytes | Sequence[Bytes]) -> Iterator[bytes]:
+    """Cut bytes, or a sequence of them, into chunks."""
+    parts: Iterable[Bytes] = (data,) if isinstance(data, bytes | bytearray | memoryview) else data
+    for part in parts:
+        view = memoryview(part).cast("B")
+        for start in range(0, len(view), CHUNK_BYTES):
+            yield bytes(view[start : start + CHUNK_BYTES])
+
+
+def size_of(data: Bytes | Sequence[Bytes]) -> int:
+    """Return the number of bytes."""
+    if isinstance(data, bytes | bytearray | memoryview):
+        return memoryview(data).nbytes
+    return sum(memoryview(part).nbytes for part in data)
+
+
+def put_frames(run_id: str, data: Bytes) -> Iterator[buffer_pb2.PutPayloadRequest]:
+    """Return the frames of PutPayload."""
+    yield buffer_pb2.PutPayloadRequest(header=buffer_pb2.PutPayloadHeader(run_id=run_id, size=size_of(data)))
+    crc = 0
+    for chunk in chunks(data):
+        crc = google_crc32c.extend(crc, chunk)
+        yield buffer_pb2.PutPayloadRequest(chunk=chunk)
+    yield buffer_pb2.PutPayloadRequest(end=buffer_pb2.PutPayloadEnd(crc32c=crc))
+
+
+def weight_frames(
+    header: engine_pb2.UpdateWeightsHeader, data: Bytes | Sequence[Bytes]
+) -> Iterator[engine_pb2.UpdateWeightsRequest]:
+    """Return the frames of UpdateWeights."""
+    yield engine_pb2.UpdateWeightsRequest(header=header)
+    crc = 0
+    for chunk in chunks(data):
+        crc = google_crc32c.extend(crc, chunk)
+        yield engine_pb2.UpdateWeightsRequest(chunk=chunk)
+    yield engine_pb2.UpdateWeightsRequest(end=engine_pb2.UpdateWeightsEnd(crc32c=crc))
+
+
+class Download:
+    """Puts the frames of GetPayloads together."""
+
+    def __init__(self, refs: Sequence[buffer_pb2.PayloadRef]) -> None:
+        self._refs = refs
+        self._index = 0
+        self._part = bytearray()
+        self._before = 0
+
+    @property
+    def complete(self) -> bool:
+        """Whether every payload arrived."""
+        return self._index == len(self._refs)
+
+    @property
+    def received(self) -> int:
+        """Bytes received in all: where to resume."""
+        return self._before + len(self._part)
+
+    def take(self, frame: buffer_pb2.GetPayloadsResponse) -> bytes | None:
+        """Take one frame; return a payload when this frame completes it. Raises DataLoss."""
+        kind = frame.WhichOneof("frame")
+        if self.complete:
+            raise self._lost("a frame came after the last payload")
+        if kind == "header":
+            if frame.header.ref_index != self._index or frame.header.offset != len(self._part):
+                raise self._lost(f"the download goes on at {frame.header.ref_index}/{frame.header.offset}")
+        elif kind == "chunk":
+            self._part += frame.chunk
+        elif kind == "end":
+            return self._end(frame.end.crc32c)
+        return None
+
+    def _end(self, announced: int) -> bytes:
+        ref, data = self._refs[self._index], bytes(self._part)
+        crc = google_crc32c.value(data)
+        if len(data) != ref.size or crc != announced or (ref.crc32c and crc != ref.crc32c):
+            raise self._lost(f"payload {ref.id} arrived with {len(data)} of {ref.size} bytes and checksum {crc:#010x}")
+        self._index += 1
+        self._before += len(data)
+        self._part.clear()
+        return data
+
+    def _lost(self, message: str) -> TurnoutError:
+        reason = "CRC_MISMATCH" if "checksum" in message else "FRAME_OUT_OF_ORDER"
+        return make_error(
+            grpc.StatusCode.DATA_LOSS, reason, message, {"ref_index": str(self._index)}, from_service=False
+        )

@@ -1,0 +1,72 @@
+"""When to try again: pure state machines, told the time and handed their randomness.
+
+Invariants: the sum of all attempts and pauses stays within the total; no pause is longer than the policy's maximum. Who
+gives up does so with the last error, which says why the service was not reached.
+"""
+
+from __future__ import annotations
+
+import random
+
+from turnout.client._options import RetryPolicy
+
+
+class Backoff:
+    """Pauses that grow from failure to failure and start again after a success."""
+
+    def __init__(self, policy: RetryPolicy, rng: random.Random) -> None:
+        self._policy = policy
+        self._rng = rng
+        self._pause = policy.initial
+
+    def next(self) -> float:
+        """Return the next pause, in seconds."""
+        pause = min(self._pause, self._policy.maximum)
+        self._pause = min(self._pause * self._policy.multiplier, self._policy.maximum)
+        return pause * (1 - self._policy.jitter * self._rng.random())
+
+    def reset(self) -> None:
+        """Start again: something succeeded."""
+        self._pause = self._policy.initial
+
+
+class Attempts:
+    """The attempts of one control call."""
+
+    def __init__(self, policy: RetryPolicy, rng: random.Random, *, now: float, total: float, attempt: float) -> None:
+        self._backoff = Backoff(policy, rng)
+        self._left = policy.max_attempts
+        self._end = now + total
+        self._attempt = attempt
+
+    def timeout(self, now: float) -> float:
+        """Return the deadline of the attempt that begins now, in seconds from now."""
+        return max(0.0, min(self._attempt, self._end - now))
+
+    def pause(self, now: float) -> float | None:
+        """Return how long to wait after a retryable failure; None to give up."""
+        if self._left is not None:
+            self._left -= 1
+            if self._left <= 0:
+                return None
+        pause = self._backoff.next()
+        return pause if now + pause < self._end else None
+
+
+class Outage:
+    """The attempts of a wait or watch: unlimited while the service is heard from, bounded while it is not."""
+
+    def __init__(self, policy: RetryPolicy, rng: random.Random, *, now: float, limit: float) -> None:
+        self._backoff = Backoff(policy, rng)
+        self._limit = limit
+        self._heard_at = now
+
+    def heard(self, now: float) -> None:
+        """The service sent something."""
+        self._heard_at = now
+        self._backoff.reset()
+
+    def pause(self, now: float) -> float | None:
+        """Return how long to wait before arming again; None to give up."""
+        pause = self._backoff.next()
+        return pause if now + pause < self._heard_at + self._limit else None

@@ -1,0 +1,462 @@
+"""Hooks that mirror the life of a trainer, for asyncio.
+
+    hooks = await AsyncTrainerHooks.open(TrainerSetup(...))
+    await hooks.on_init_end()                       # weights reach the engines, all GPUs generate
+    await hooks.on_train_begin(prompts(hooks.warmup_groups))
+    for step in range(hooks.next_step, last + 1):
+        await hooks.on_step_begin(step)             # takes the GPUs back if enough groups are ready
+        await hooks.add_groups(step, prompts(batch))
+        await hooks.prepare_step(step)              # else waits until enough are, and takes them back
+        for mini_batch in range(mini_batches):
+            await hooks.on_sample_begin(step, mini_batch)
+            batch = await hooks.sample(step, mini_batch, size)
+            await hooks.on_sample_end(step, mini_batch)
+            train(batch); await batch.commit()
+        await hooks.on_step_end(step)               # decides, moves weights, lends
+    await hooks.close()
+
+Invariants: every call carries the epoch that OpenRun granted; a lend that began is completed or abandoned, whatever the
+weight callback does; durations are measured on one monotonic clock and reported in domain seconds; the eviction cursor
+goes through all waits, so each eviction is reported once.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Final, Self
+
+from google.protobuf.duration_pb2 import Duration
+
+from turnout.buffer.v1 import buffer_pb2
+from turnout.client import (
+    Aborted,
+    AsyncBufferClient,
+    AsyncEngineClient,
+    AsyncSchedulerClient,
+    DataLoss,
+    DeadlineExceeded,
+    PartialFailure,
+    TurnoutError,
+    Unavailable,
+    duration,
+)
+from turnout.client._payloads import Bytes
+from turnout.engine.v1 import engine_pb2
+from turnout.scheduler.v1 import events_pb2, scheduler_pb2
+from turnout.trainer._batch import AsyncBatch
+from turnout.trainer._heartbeat import Heartbeat
+from turnout.trainer._setup import TrainerSetup
+from turnout.trainer._weights import UpdateWeights, WeightTarget, WeightUpdates
+
+_log = logging.getLogger("turnout")
+
+_COSTS_ONLY_SPEED: Final = (Aborted, DataLoss, DeadlineExceeded, PartialFailure, Unavailable)
+"""Engines that fail during a lend must not end the training; once the lend is abandoned, the trainer has its GPUs."""
+
+
+class NotReached(Exception):
+    """A wait for a mini-batch ended without it: supply has ended, or max_wait passed."""
+
+    def __init__(self, done: buffer_pb2.SampleDone) -> None:
+        name = buffer_pb2.WaitOutcome.Name(done.outcome).removeprefix("WAIT_OUTCOME_")
+        super().__init__(f"{name}: {done.reason}")
+        self.outcome = done.outcome
+        """TIMED_OUT, EXHAUSTED or HELD."""
+        self.depth = done.depth
+        """The depth at the end; fewer groups may still be sampled."""
+
+
+def resume_from(manifest: str, step: int) -> scheduler_pb2.Resume:
+    """Return where to go on from what `save` returned for `step`."""
+    return scheduler_pb2.Resume(resume_step=step, checkpoint_id=json.loads(manifest)["checkpoint_id"])
+
+
+class AsyncTrainerHooks:
+    """The hooks of one trainer; make it with `open`."""
+
+    def __init__(
+        self,
+        setup: TrainerSetup,
+        buffer: AsyncBufferClient,
+        engine: AsyncEngineClient,
+        scheduler: AsyncSchedulerClient,
+        opened: scheduler_pb2.OpenRunResponse,
+    ) -> None:
+        self.setup = setup
+        self.buffer = buffer
+        self.engine = engine
+        self.scheduler = scheduler
+        self.epoch: int = opened.epoch
+        """Fencing token of this trainer."""
+        self.next_step: int = opened.next_step
+        """Step that comes first."""
+        self.warmup_groups: int = opened.warmup_groups
+        """Prompts to add before it."""
+        self.time_scale: float = opened.time_scale or 1.0
+        """Wall seconds per domain second: 1 except in demos and tests."""
+        self.mode: events_pb2.Mode.ValueType = opened.run.mode
+        """Who has the hybrid GPUs, as the scheduler said last."""
+        self._lend: scheduler_pb2.Lend | None = opened.lend if opened.HasField("lend") else None
+        self._allow_older = opened.allow_older
+        self._cursor = opened.cursor
+        self._standalone_s: float | None = None
+        self._sample_began: float | None = None
+        self._releases: dict[tuple[int, int], int] = {}
+        self._refills = buffer.refills(
+            setup.refill_fn, run_id=setup.run_id, partition=setup.partition, epoch=self.epoch
+        )
+        self._weights = WeightUpdates(
+            engine, run_id=setup.run_id, epoch=self.epoch, staggered=setup.staggered, in_flight=setup.in_flight
+        )
+        self._heartbeat = Heartbeat(setup.scheduler, setup.options, run_id=setup.run_id, epoch=self.epoch)
+        self._heartbeat.start()
+
+    @classmethod
+    async def open(cls, setup: TrainerSetup) -> Self:
+        """Create the run if asked to, open it at the scheduler and begin the heartbeats."""
+        clients = (
+            AsyncBufferClient(setup.buffer, setup.options),
+            AsyncEngineClient(setup.engine, setup.options),
+            AsyncSchedulerClient(setup.scheduler, setup.options),
+        )
+        return await cls.open_with(setup, *clients)
+
+    @classmethod
+    async def open_with(
+        cls,
+        setup: TrainerSetup,
+        buffer: AsyncBufferClient,
+        engine: AsyncEngineClient,
+        scheduler: AsyncSchedulerClient,
+    ) -> Self:
+        """The same with clients that exist; the hooks close them in the end."""
+        try:
+            if setup.buffer_config is not None:
+                await buffer.calls.CreateRun(
+                    buffer_pb2.CreateRunRequest(run_id=setup.run_id, config=setup.buffer_config)
+                )
+            opened = await scheduler.calls.OpenRun(
+                scheduler_pb2.OpenRunRequest(
+                    run_id=setup.run_id,
+                    config=setup.config,
+                    buffer_target=setup.buffer,
+                    engine_target=setup.engine,
+                    resume=setup.resume,
+                    take_over=setup.take_over,
+                )
+            )
+        except BaseException:
+            for client in (buffer, engine, scheduler):
+                await client.close()
+            raise
+        return cls(setup, buffer, engine, scheduler, opened)
+
+    async def close(self, *, reason: str | None = None) -> None:
+        """Stop the heartbeats and close the connections. With a reason the run is closed at the scheduler too."""
+        try:
+            if reason is not None:
+                await self.scheduler.calls.CloseRun(
+                    scheduler_pb2.CloseRunRequest(run_id=self.setup.run_id, epoch=self.epoch, reason=reason)
+                )
+        finally:
+            self._heartbeat.stop()
+            for client in (self.buffer, self.engine, self.scheduler):
+                await client.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # After an error the run stays open, for a trainer that resumes.
+        await self.close(reason="finished" if error is None else None)
+
+    # ------------------------------------------------------------------------------------------------------ beginning
+
+    async def on_init_end(self, update_weights: UpdateWeights | None = None) -> dict[str, float]:
+        """After the model was loaded and hybrid replicas were registered: bring its weights to all engines."""
+        self._check()
+        update = self._callback(update_weights)
+        version = self.next_step - 1
+        if self._lend is not None:
+            lend, self._lend = self._lend, None
+            return await self._fulfil(lend, update)
+        return await self._update_standalone(update, version, self._allow_older)
+
+    async def on_train_begin(self, groups: Sequence[buffer_pb2.GroupSpec] = ()) -> int:
+        """Add the warm-up prompts; `warmup_groups` tells how many are wanted. Returns how many were added."""
+        self._check()
+        return await self.add_groups(self.next_step, groups) if groups else 0
+
+    async def add_groups(
+        self, step: int, groups: Sequence[buffer_pb2.GroupSpec], *, end_of_prompts: bool = False
+    ) -> int:
+        """Add prompts born at `step`: all of them or none. Returns how many.
+
+        `end_of_prompts` says that no more will come, so that waits that cannot be met any more end EXHAUSTED.
+        """
+        self._check()
+        request = buffer_pb2.AddGroupsRequest(
+            run_id=self.setup.run_id,
+            partition=self.setup.partition,
+            epoch=self.epoch,
+            step=step,
+            groups=groups,
+            end_of_prompts=end_of_prompts,
+        )
+        return (await self.buffer.calls.AddGroups(request)).added
+
+    # ---------------------------------------------------------------------------------------------------------- steps
+
+    async def on_step_begin(self, step: int) -> events_pb2.Mode.ValueType:
+        """Open a step. Takes the GPUs back if enough groups are ready; else prepare_step does. Returns the mode."""
+        self._check()
+        request = scheduler_pb2.BeginStepRequest(run_id=self.setup.run_id, epoch=self.epoch, step=step)
+        if self._standalone_s is not None:
+            request.standalone_update.CopyFrom(self._domain(self._standalone_s))
+        response = await self.scheduler.calls.BeginStep(request)
+        self._standalone_s = None
+        self.mode = response.mode
+        return response.mode
+
+    async def prepare_step(self, step: int) -> dict[str, float]:
+        """After the step's prompts were added: wait until the trainer has its GPUs, as long as it takes.
+
+        Returns timings and what was evicted. If supply cannot reach the threshold the GPUs come back all the same.
+        """
+        self._check()
+        done = await self.scheduler.prepare_step(
+            scheduler_pb2.PrepareStepRequest(
+                run_id=self.setup.run_id, epoch=self.epoch, step=step, cursor=self._cursor
+            ),
+            refills=self._refills,
+            on_progress=self.setup.on_progress,
+        )
+        self.mode = done.mode
+        self._cursor = done.next_cursor
+        if done.outcome == buffer_pb2.WAIT_OUTCOME_EXHAUSTED:
+            _log.warning("step %d: %s", step, done.reason)
+        return dict(done.metrics)
+
+    async def on_sample_begin(
+        self, step: int, mini_batch: int, update_weights: UpdateWeights | None = None
+    ) -> dict[str, float]:
+        """Announce a mini-batch, and begin to measure the wait for it. Returns what was evicted meanwhile.
+
+        If the scheduler lends within the step (only with config.can_reinstall), weights move and the call waits until
+        the GPUs are back.
+        """
+        self._check()
+        attempt, metrics = 0, dict[str, float]()
+        while True:
+            done, attempt = await self.scheduler.begin_sample(
+                scheduler_pb2.BeginSampleRequest(
+                    run_id=self.setup.run_id,
+                    epoch=self.epoch,
+                    step=step,
+                    mini_batch=mini_batch,
+                    attempt=attempt,
+                    cursor=self._cursor,
+                ),
+                refills=self._refills,
+                on_progress=self.setup.on_progress,
+            )
+            self._cursor = done.next_cursor
+            _add(metrics, done.evictions.metrics)
+            if not done.HasField("lend"):
+                break
+            await self._fulfil(done.lend, self._callback(update_weights))
+        self._sample_began = self.scheduler.link.now()
+        return metrics
+
+    async def sample(self, step: int, mini_batch: int, batch: int, *, max_wait: float | None = None) -> AsyncBatch:
+        """Wait for `batch` groups and lease them. Raises NotReached if supply ends, or max_wait (wall seconds) passes.
+
+        Calling it again for the same mini-batch, after an error or a crash of the service, gives the same groups.
+        """
+        self._check()
+        key = (step, mini_batch)
+        request = buffer_pb2.SampleRequest(
+            run_id=self.setup.run_id,
+            partition=self.setup.partition,
+            epoch=self.epoch,
+            step=step,
+            batch=batch,
+            max_wait=None if max_wait is None else duration(max_wait),
+            cursor=self._cursor,
+            request_id=f"sample/{self.epoch}/{step}/{mini_batch}/{self._releases.get(key, 0)}",
+        )
+        sampled = await self.buffer.sample(request, refills=self._refills, on_progress=self.setup.on_progress)
+        if sampled.done.outcome != buffer_pb2.WAIT_OUTCOME_REACHED:
+            raise NotReached(sampled.done)
+        self._cursor = sampled.done.next_cursor
+
+        def released() -> None:
+            self._releases[key] = self._releases.get(key, 0) + 1
+
+        return AsyncBatch(self.buffer, sampled, run_id=self.setup.run_id, epoch=self.epoch, on_release=released)
+
+    async def on_sample_end(
+        self, step: int, mini_batch: int, *, tokens: int | None = None, wait_seconds: float | None = None
+    ) -> float:
+        """Report the wait for the mini-batch, in domain seconds: measured since on_sample_begin, unless given."""
+        self._check()
+        if wait_seconds is None:
+            if self._sample_began is None:
+                raise RuntimeError("on_sample_end without on_sample_begin; or pass wait_seconds")
+            wait_seconds = (self.scheduler.link.now() - self._sample_began) / self.time_scale
+        self._sample_began = None
+        await self.scheduler.calls.EndSample(
+            scheduler_pb2.EndSampleRequest(
+                run_id=self.setup.run_id,
+                epoch=self.epoch,
+                step=step,
+                mini_batch=mini_batch,
+                wait=duration(wait_seconds),
+                tokens=tokens,
+            )
+        )
+        return wait_seconds
+
+    async def on_step_end(self, step: int, update_weights: UpdateWeights | None = None) -> dict[str, float]:
+        """Close a step: the scheduler decides, the step's weights reach the engines, and GPUs are lent or not.
+
+        Returns the metrics of the step: separate_async/*, timing_s/*. What the callback raises comes out of here, after
+        the lend was abandoned.
+        """
+        self._check()
+        update = self._callback(update_weights)
+        response = await self.scheduler.calls.EndStep(
+            scheduler_pb2.EndStepRequest(run_id=self.setup.run_id, epoch=self.epoch, step=step)
+        )
+        if response.lend_failure:
+            _log.warning("step %d: GPUs were not lent: %s", step, response.lend_failure)
+        if response.HasField("lend"):
+            moved = await self._fulfil(response.lend, update)
+        else:
+            moved = await self._update_standalone(update, step, allow_older=False)
+        return {**response.metrics, **moved}
+
+    # ----------------------------------------------------------------------------------------- validation, checkpoints
+
+    async def on_validate_begin(self, step: int, update_weights: UpdateWeights | None = None) -> dict[str, float]:
+        """Make all GPUs available for validation; if the trainer has them, its weights move and they are lent."""
+        self._check()
+        response = await self.scheduler.calls.BeginValidation(
+            scheduler_pb2.BeginValidationRequest(run_id=self.setup.run_id, epoch=self.epoch, step=step)
+        )
+        if not response.HasField("lend"):
+            return {}
+        return await self._fulfil(response.lend, self._callback(update_weights))
+
+    async def on_validate_end(self, step: int) -> None:
+        """Close validation. The GPUs stay lent."""
+        self._check()
+        await self.scheduler.calls.EndValidation(
+            scheduler_pb2.EndValidationRequest(run_id=self.setup.run_id, epoch=self.epoch, step=step)
+        )
+
+    async def save(self, step: int) -> str:
+        """Save buffer and scheduler; return the manifest, JSON to keep beside the trainer's own checkpoint.
+
+        Commit the step's batches before: what is leased and not committed comes back after a resume.
+        """
+        self._check()
+        response = await self.scheduler.calls.Save(
+            scheduler_pb2.SaveRequest(run_id=self.setup.run_id, epoch=self.epoch, step=step)
+        )
+        return response.manifest_json
+
+    # -------------------------------------------------------------------------------------------------------- weights
+
+    async def move_bytes(self, target: WeightTarget, data: Bytes | Sequence[Bytes], *, info_json: str = "") -> None:
+        """For an `update_weights` callback: send weights to the target through the controller.
+
+        Trainers that move weights by their own means (NCCL, RDMA, files) do not need it.
+        """
+        await self._weights.move_bytes(target, data, info_json=info_json)
+
+    async def _update_standalone(self, update: UpdateWeights, version: int, allow_older: bool) -> dict[str, float]:
+        if self.setup.config.standalone_gpus == 0:
+            return {}
+        installed = await self._weights.install(
+            update, role=engine_pb2.REPLICA_ROLE_STANDALONE, version=version, allow_older=allow_older
+        )
+        self._standalone_s = installed.seconds
+        return {"timing_s/update_weights": installed.seconds / self.time_scale}
+
+    async def _fulfil(self, lend: scheduler_pb2.Lend, update: UpdateWeights) -> dict[str, float]:
+        metrics: dict[str, float] = {}
+        try:
+            if lend.update_standalone:
+                metrics |= await self._update_standalone(update, lend.weight_version, lend.allow_older)
+        except BaseException as error:
+            await self._abandon(lend, error)
+            raise
+        try:
+            began = self.engine.link.now()
+            await self._weights.install(
+                update,
+                role=engine_pb2.REPLICA_ROLE_HYBRID,
+                replica_ids=lend.replica_ids,
+                version=lend.weight_version,
+                allow_older=lend.allow_older,
+            )
+            request = scheduler_pb2.CompleteLendRequest(
+                run_id=self.setup.run_id,
+                epoch=self.epoch,
+                lend_id=lend.lend_id,
+                hybrid_update=self._domain(self.engine.link.now() - began),
+            )
+            if self._standalone_s is not None:
+                request.standalone_update.CopyFrom(self._domain(self._standalone_s))
+            response = await self.scheduler.calls.CompleteLend(request)
+        except BaseException as error:
+            abandoned = await self._abandon(lend, error)
+            if not (abandoned and isinstance(error, _COSTS_ONLY_SPEED)):
+                raise
+            _log.warning("lend %s was abandoned: %s", lend.lend_id, error)
+            return {**metrics, "turnout/lend_abandoned": 1.0}
+        self._standalone_s = None
+        self.mode = response.mode
+        if response.failed_replica_ids:
+            _log.warning("lent without %s", ", ".join(response.failed_replica_ids))
+        return {**metrics, **response.metrics}
+
+    async def _abandon(self, lend: scheduler_pb2.Lend, error: BaseException) -> bool:
+        reason = f"{type(error).__name__}: {error}"[:1000].encode("utf-8", "replace").decode()
+        request = scheduler_pb2.AbandonLendRequest(
+            run_id=self.setup.run_id, epoch=self.epoch, lend_id=lend.lend_id, reason=reason
+        )
+        try:
+            self.mode = (await self.scheduler.calls.AbandonLend(request)).mode
+        except TurnoutError as failure:
+            # The first error is the one the trainer has to see.
+            _log.warning("lend %s was not abandoned: %s", lend.lend_id, failure)
+            return False
+        return True
+
+    # --------------------------------------------------------------------------------------------------------- helpers
+
+    def _check(self) -> None:
+        if self._heartbeat.fenced is not None:
+            raise self._heartbeat.fenced
+
+    def _callback(self, update_weights: UpdateWeights | None) -> UpdateWeights:
+        callback = update_weights or self.setup.update_weights
+        if callback is None:
+            raise ValueError("weights have to move: give update_weights to this hook or to TrainerSetup")
+        return callback
+
+    def _domain(self, wall_seconds: float) -> Duration:
+        return duration(wall_seconds / self.time_scale)
+
+
+def _add(metrics: dict[str, float], more: Mapping[str, float]) -> None:
+    """Add up counts; of the staleness of evicted groups only the newest reading is kept."""
+    for name, value in more.items():
+        metrics[name] = metrics.get(name, 0.0) + value if name.endswith("evicted_samples") else value

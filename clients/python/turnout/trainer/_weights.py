@@ -1,0 +1,199 @@
+"""Weight transactions around the trainer's own moving of bytes.
+
+Invariants: a transaction that was opened is committed or aborted, whatever the callback does; a replica that the
+callback reports as failed, or that a helper could not reach, is never acknowledged; an update counts as done only if at
+least one replica took it, and the others are named.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from turnout.client import AsyncEngineClient, PartialFailure, TurnoutError
+from turnout.client._payloads import Bytes
+from turnout.engine.v1 import engine_pb2
+
+_log = logging.getLogger("turnout")
+
+_OK = (engine_pb2.OUTCOME_KIND_DONE, engine_pb2.OUTCOME_KIND_SKIPPED)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightTarget:
+    """Replicas that wait for weights: what an `update_weights` callback is called with."""
+
+    role: engine_pb2.ReplicaRole.ValueType
+    """STANDALONE or HYBRID."""
+    kind: engine_pb2.UpdateKind.ValueType
+    """AWAKE: serving replicas, paused with their KV released. ASLEEP: hybrid replicas on the trainer's own GPUs."""
+    replicas: tuple[engine_pb2.ReplicaLayout, ...]
+    """The replicas of this wave, with their ranks and devices."""
+    weight_version: int
+    """Version to install: the step whose weights these are."""
+    update_id: str
+    """The transaction, for ExchangeRendezvous and UpdateWeights."""
+    wave_index: int = 0
+    """Number of the wave."""
+
+    @property
+    def replica_ids(self) -> list[str]:
+        """Ids of the replicas."""
+        return [replica.replica_id for replica in self.replicas]
+
+    @property
+    def gpus(self) -> list[engine_pb2.Gpu]:
+        """Devices of all ranks."""
+        return [rank.gpu for replica in self.replicas for rank in replica.ranks]
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """What an `update_weights` callback may return. Returning None means: everything arrived."""
+
+    failed: Collection[str] = ()
+    """Replicas that did not get all weights."""
+    bytes_free: Mapping[str, int] = field(default_factory=dict)
+    """ASLEEP only: bytes free by device UUID after the trainer left it; without an entry 0 is reported."""
+    checksums: Mapping[str, str] = field(default_factory=dict)
+    """Checksums by replica, compared where the engine offers one."""
+
+
+UpdateWeights = Callable[[WeightTarget], Moved | Awaitable[Moved | None] | None]
+"""Moves the weights to one wave of replicas, and leaves the devices of ASLEEP ones before it returns."""
+
+
+@dataclass(slots=True)
+class Installed:
+    """How a weight update went."""
+
+    seconds: float
+    """Wall time of the whole transaction."""
+    failed: list[str] = field(default_factory=list)
+    """Replicas that did not take the weights."""
+
+
+class WeightUpdates:
+    """Runs weight transactions of one run at its engine controller."""
+
+    def __init__(
+        self,
+        engine: AsyncEngineClient,
+        *,
+        run_id: str,
+        epoch: int,
+        staggered: bool,
+        in_flight: engine_pb2.InFlight.ValueType,
+    ) -> None:
+        self._engine = engine
+        self._run_id = run_id
+        self._epoch = epoch
+        self._staggered = staggered
+        self._in_flight = in_flight
+        self._unreached: dict[str, set[str]] = {}
+
+    async def install(
+        self,
+        update_weights: UpdateWeights,
+        *,
+        role: engine_pb2.ReplicaRole.ValueType,
+        replica_ids: Sequence[str] = (),
+        version: int,
+        allow_older: bool = False,
+    ) -> Installed:
+        """Bring `version` to replicas. Raises what the callback raises, after the transaction was aborted."""
+        began = self._engine.link.now()
+        hybrid = role == engine_pb2.REPLICA_ROLE_HYBRID
+        kind = engine_pb2.UPDATE_KIND_ASLEEP if hybrid else engine_pb2.UPDATE_KIND_AWAKE
+        opened = await self._engine.calls.BeginWeightUpdate(
+            engine_pb2.BeginWeightUpdateRequest(
+                run_id=self._run_id,
+                epoch=self._epoch,
+                selector=engine_pb2.ReplicaSelector(replica_ids=replica_ids, roles=[role]),
+                kind=kind,
+                in_flight=self._in_flight,
+                staggered=self._staggered and not hybrid,
+                weight_version=version,
+                allow_older=allow_older,
+            )
+        )
+        failed = _failed(opened.operation)
+        wave, index = list(opened.wave), opened.wave_index
+        try:
+            while wave:
+                target = WeightTarget(role, kind, tuple(wave), version, opened.update_id, index)
+                answer = await self._engine.link.invoke(update_weights, target)
+                commit = await self._commit(target, answer or Moved())
+                failed += _failed(commit.operation)
+                wave, index = ([], 0) if commit.complete else (list(commit.wave), commit.next_wave_index)
+        except BaseException:
+            await self._abort(opened.update_id)
+            raise
+        finally:
+            self._unreached.pop(opened.update_id, None)
+        if failed:
+            _log.warning("version %d did not reach replicas %s", version, ", ".join(sorted(set(failed))))
+        return Installed(self._engine.link.now() - began, sorted(set(failed)))
+
+    async def move_bytes(self, target: WeightTarget, data: Bytes | Sequence[Bytes], *, info_json: str = "") -> None:
+        """Send weights through the controller to a target, in chunks with a checksum; may be called several times.
+
+        Replicas that could not be reached are remembered and not acknowledged at the commit.
+        """
+        operation = await self._engine.send_weights(
+            self._run_id,
+            target.update_id,
+            data,
+            epoch=self._epoch,
+            replica_ids=target.replica_ids,
+            wave_index=target.wave_index,
+            info_json=info_json,
+        )
+        self._unreached.setdefault(target.update_id, set()).update(_failed(operation))
+
+    async def _commit(self, target: WeightTarget, moved: Moved) -> engine_pb2.CommitWeightUpdateResponse:
+        calls = self._engine.calls
+        if target.kind == engine_pb2.UPDATE_KIND_ASLEEP and target.gpus:
+            vacated = [engine_pb2.Vacated(gpu=gpu, bytes_free=moved.bytes_free.get(gpu.uuid, 0)) for gpu in target.gpus]
+            await calls.ReportVacated(
+                engine_pb2.ReportVacatedRequest(
+                    run_id=self._run_id, epoch=self._epoch, update_id=target.update_id, vacated=vacated
+                )
+            )
+        failed = set(moved.failed) | self._unreached.pop(target.update_id, set())
+        request = engine_pb2.CommitWeightUpdateRequest(
+            run_id=self._run_id,
+            epoch=self._epoch,
+            update_id=target.update_id,
+            wave_index=target.wave_index,
+            acks=[
+                engine_pb2.UpdateAck(
+                    replica_id=replica_id, ok=replica_id not in failed, checksum=moved.checksums.get(replica_id, "")
+                )
+                for replica_id in target.replica_ids
+            ],
+        )
+        try:
+            return await calls.CommitWeightUpdate(request)
+        except PartialFailure as error:
+            operation = await self._operation(error)
+            if not any(outcome.kind in _OK for outcome in operation.outcomes):
+                raise
+            return engine_pb2.CommitWeightUpdateResponse(operation=operation, complete=True)
+
+    async def _operation(self, error: PartialFailure) -> engine_pb2.Operation:
+        request = engine_pb2.GetOperationRequest(run_id=self._run_id, operation_id=error.operation_id)
+        return (await self._engine.calls.GetOperation(request)).operation
+
+    async def _abort(self, update_id: str) -> None:
+        request = engine_pb2.AbortWeightUpdateRequest(run_id=self._run_id, epoch=self._epoch, update_id=update_id)
+        try:
+            await self._engine.calls.AbortWeightUpdate(request)
+        except TurnoutError as error:
+            # What went wrong before matters more; a newer epoch aborts what is left open.
+            _log.warning("weight update %s was not aborted: %s", update_id, error)
+
+
+def _failed(operation: engine_pb2.Operation) -> list[str]:
+    return [outcome.replica_id for outcome in operation.outcomes if outcome.kind not in _OK]

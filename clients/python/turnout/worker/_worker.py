@@ -1,0 +1,408 @@
+"""The rollout worker: claims trajectories, produces them, and settles them.
+
+Invariants: it never holds more trajectories than it has slots, and asks for as many as it has free; a slot is free
+again only when the buffer has taken the result, so a buffer that is away stops the worker instead of filling its memory;
+every claimed trajectory is finished, failed, handed back, or lost by the buffer's own word; a claim whose answer was
+lost is asked for again under the same request id.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import logging
+import os
+import socket
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Final, cast
+
+from turnout.buffer.v1 import buffer_pb2
+from turnout.client import (
+    AlreadyExists,
+    AsyncBufferClient,
+    AsyncEngineClient,
+    ClientOptions,
+    DeadlineExceeded,
+    FailedPrecondition,
+    NotFound,
+    RunNotFound,
+    TurnoutError,
+    Unavailable,
+    duration,
+    new_request_id,
+)
+from turnout.engine.v1 import engine_pb2
+from turnout.worker._generation import EngineGenerator, Interrupted, RequestFn, RewardFn, TokenizeFn
+from turnout.worker._job import Job
+from turnout.worker._leases import Held, Leases
+from turnout.worker._outbox import Outbox
+
+_log = logging.getLogger("turnout")
+
+GenerateFn = Callable[
+    [Job], buffer_pb2.Output | Sequence[buffer_pb2.Output] | Awaitable[buffer_pb2.Output | Sequence[buffer_pb2.Output]]
+]
+"""Produces the outputs of a trajectory, rewards and payload included. A plain function runs in a thread."""
+
+_POLL_S: Final = 20.0
+"""How long one ClaimGroups waits: below the half minute after which proxies cut a silent stream."""
+
+_PAUSE_S: Final = 1.0
+_HAND_BACK_S: Final = 5.0
+"""A buffer that does not answer must not hold up the end of a worker; what is not handed back expires."""
+
+_LOST: Final = (NotFound, FailedPrecondition, AlreadyExists)
+"""What the buffer says of a result that is not wanted any more: evicted, issued again, settled, sampled."""
+
+_ERROR_CHARACTERS: Final = 1000
+_MAX_CLAIM: Final = 65_536
+"""The most that one ClaimGroups may ask for."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSetup:
+    """What a worker needs to know."""
+
+    run_id: str
+    """The run."""
+    buffer: str
+    """gRPC target of the replay buffer."""
+    engine: str | None = None
+    """gRPC target of the engine controller; not needed with a generate function."""
+    partition: str = "train"
+    """Partition to work on."""
+    worker_id: str = field(default_factory=lambda: f"{socket.gethostname()}-{os.getpid()}")
+    """Who claims, for operators."""
+    concurrency: int = 64
+    """Trajectories at work at once."""
+    max_tokens: int = 4096
+    """Budget of output tokens per trajectory."""
+    sampling: engine_pb2.Sampling = field(default_factory=engine_pb2.Sampling)
+    """How tokens are drawn."""
+    run_wait: float = 60.0
+    """Wall seconds to wait for the run to appear in the buffer, at the start and after a restart of the buffer."""
+    progress_interval: float = 2.0
+    """Wall seconds between batches of progress reports, if jobs report any."""
+    options: ClientOptions = field(default_factory=ClientOptions)
+    """How the clients behave."""
+
+    def __post_init__(self) -> None:
+        if self.concurrency < 1:
+            raise ValueError(f"concurrency must be at least 1, it is {self.concurrency}")
+        if self.max_tokens < 1:
+            raise ValueError(f"max_tokens must be at least 1, it is {self.max_tokens}")
+
+
+@dataclass(slots=True)
+class WorkerStats:
+    """What a worker did so far, in trajectories."""
+
+    finished: int = 0
+    failed: int = 0
+    handed_back: int = 0
+    lost: int = 0
+    """Claims that expired or whose group was evicted or settled by others."""
+
+
+class RolloutWorker:
+    """Works on one partition of one run until it is stopped."""
+
+    def __init__(
+        self,
+        setup: WorkerSetup,
+        *,
+        generate_fn: GenerateFn | None = None,
+        reward_fn: RewardFn | None = None,
+        request_fn: RequestFn | None = None,
+        tokenize: TokenizeFn | None = None,
+    ) -> None:
+        """Without `generate_fn`, output comes from the engine's Generate; the other functions belong to that way."""
+        self.setup = setup
+        self.stats = WorkerStats()
+        self._buffer = AsyncBufferClient(setup.buffer, setup.options)
+        self._engine: AsyncEngineClient | None = None
+        if generate_fn is None:
+            if setup.engine is None:
+                raise ValueError("a worker needs an engine target or a generate function")
+            self._engine = AsyncEngineClient(setup.engine, setup.options)
+            generate_fn = EngineGenerator(
+                self._buffer,
+                self._engine,
+                max_tokens=setup.max_tokens,
+                sampling=setup.sampling,
+                request_fn=request_fn,
+                reward_fn=reward_fn,
+                tokenize=tokenize,
+            )
+        elif reward_fn or request_fn or tokenize:
+            raise ValueError("with a generate function, rewards and tokens are its own business")
+        self._generate_fn: GenerateFn = generate_fn
+        self._outbox = Outbox(self._buffer, run_id=setup.run_id, partition=setup.partition)
+        self._leases = Leases(self._buffer, run_id=setup.run_id)
+        self._work: dict[asyncio.Task[None], buffer_pb2.TrajectoryFailure] = {}
+        self._settling: set[asyncio.Task[None]] = set()
+        self._progress: dict[tuple[str, int], buffer_pb2.TrajectoryProgress] = {}
+        self._threads: ThreadPoolExecutor | None = None
+        self._freed = asyncio.Event()
+        self._stopping = asyncio.Event()
+
+    def stop(self) -> None:
+        """Claim nothing more, let finished results out, hand the rest back and end `run`. Not from another thread."""
+        self._stopping.set()
+
+    async def run(self) -> WorkerStats:
+        """Work until stopped or cancelled; return what was done. Raises RunNotFound if the run does not appear."""
+        claiming = asyncio.create_task(self._claim_until_stopped())
+        loops = [
+            claiming,
+            asyncio.create_task(self._outbox.run()),
+            asyncio.create_task(self._leases.run()),
+            asyncio.create_task(self._report_progress()),
+        ]
+        try:
+            done, _ = await asyncio.wait(loops, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            claiming.cancel()
+            await asyncio.gather(claiming, return_exceptions=True)
+            await self._hand_back()
+            await _cancel(loops)
+            if self._threads is not None:
+                self._threads.shutdown(wait=False, cancel_futures=True)
+            await self._buffer.close()
+            if self._engine is not None:
+                await self._engine.close()
+        for task in done:
+            task.result()
+        return self.stats
+
+    # -------------------------------------------------------------------------------------------------------- claiming
+
+    async def _claim_until_stopped(self) -> None:
+        while not self._stopping.is_set():
+            if len(self._work) >= self.setup.concurrency:
+                self._freed.clear()
+                await _either(self._freed, self._stopping)
+                continue
+            for claim in await self._claim():
+                self._begin(claim)
+
+    async def _claim(self) -> Sequence[buffer_pb2.Claim]:
+        request = buffer_pb2.ClaimGroupsRequest(
+            run_id=self.setup.run_id,
+            partition=self.setup.partition,
+            worker_id=self.setup.worker_id,
+            max_trajectories=min(self.setup.concurrency - len(self._work), _MAX_CLAIM),
+            max_wait=duration(_POLL_S),
+            request_id=new_request_id(),
+        )
+        give_up_at = time.monotonic() + self.setup.run_wait
+        while True:
+            try:
+                return await self._poll(request)
+            except (Unavailable, DeadlineExceeded) as error:
+                _log.warning("nothing claimed: %s", error)
+            except RunNotFound:
+                if time.monotonic() >= give_up_at:
+                    raise
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), _PAUSE_S)
+            if self._stopping.is_set():
+                return ()
+
+    async def _poll(self, request: buffer_pb2.ClaimGroupsRequest) -> Sequence[buffer_pb2.Claim]:
+        call = asyncio.ensure_future(self._buffer.calls.ClaimGroups(request))
+        stopping = asyncio.ensure_future(self._stopping.wait())
+        try:
+            await asyncio.wait((call, stopping), return_when=asyncio.FIRST_COMPLETED)
+            if not call.done():
+                # The answer may be on its way: asking again under the same id tells, and then it can be handed back.
+                await _cancel([call])
+                request.max_wait.CopyFrom(duration(0))
+                return (await self._buffer.calls.ClaimGroups(request, timeout=_HAND_BACK_S)).claims
+            return (await call).claims
+        finally:
+            await _cancel([call, stopping])
+
+    def _begin(self, claim: buffer_pb2.Claim) -> None:
+        held = self._leases.hold(claim)
+        prompt = asyncio.ensure_future(self._bytes(claim.prompt, claim.token))
+        # Each trajectory sees its error; without any left, nobody has to.
+        prompt.add_done_callback(lambda fetched: fetched.cancelled() or fetched.exception())
+        for trajectory in claim.trajectories:
+            task = asyncio.create_task(self._produce(claim, trajectory, held, prompt))
+            held.tasks[trajectory.index] = task
+            self._work[task] = buffer_pb2.TrajectoryFailure(
+                token=claim.token, group_id=claim.group_id, index=trajectory.index
+            )
+
+    # ------------------------------------------------------------------------------------------------------- producing
+
+    async def _produce(
+        self,
+        claim: buffer_pb2.Claim,
+        trajectory: buffer_pb2.ClaimedTrajectory,
+        held: Held,
+        prompt: asyncio.Future[bytes],
+    ) -> None:
+        task = cast("asyncio.Task[None]", asyncio.current_task())
+        failure = self._work[task]
+        try:
+            job = await self._job(claim, trajectory, await asyncio.shield(prompt))
+            outputs = await self._generate(job)
+            self._settling.add(task)
+            result = buffer_pb2.TrajectoryResult(
+                token=claim.token, group_id=claim.group_id, index=trajectory.index, outputs=outputs
+            )
+            error = await self._outbox.finish(result)
+        except asyncio.CancelledError:
+            if not held.lost:
+                # The worker stops, and hands back what is in self._work.
+                raise
+            self.stats.lost += 1
+        except Interrupted as interruption:
+            if interruption.partial is not None:
+                failure.partial.CopyFrom(interruption.partial)
+            await self._fail(task, buffer_pb2.FAILURE_KIND_INTERRUPTED, interruption)
+        except Unavailable as error:
+            await self._fail(task, buffer_pb2.FAILURE_KIND_INTERRUPTED, error)
+        except Exception as error:
+            _log.warning("trajectory %d of group %s failed", trajectory.index, claim.group_id, exc_info=True)
+            await self._fail(task, buffer_pb2.FAILURE_KIND_RETRYABLE, error)
+        else:
+            if error is None:
+                self.stats.finished += 1
+            elif isinstance(error, _LOST):
+                self.stats.lost += 1
+            else:
+                _log.warning("trajectory %d of group %s was refused: %s", trajectory.index, claim.group_id, error)
+                await self._fail(task, buffer_pb2.FAILURE_KIND_RETRYABLE, error)
+        self._done(task, held, trajectory.index)
+
+    async def _job(self, claim: buffer_pb2.Claim, trajectory: buffer_pb2.ClaimedTrajectory, prompt: bytes) -> Job:
+        partial: buffer_pb2.PartialOutput | None = None
+        if trajectory.HasField("partial") and trajectory.partial.outputs:
+            partial = trajectory.partial
+            for output in partial.outputs:
+                output.payload.inline = await self._bytes(output.payload, claim.token)
+        return Job(
+            run_id=self.setup.run_id,
+            partition=self.setup.partition,
+            group_id=claim.group_id,
+            index=trajectory.index,
+            token=claim.token,
+            prompt=prompt,
+            content_type=claim.prompt.content_type,
+            tags=dict(claim.tags),
+            group_size=claim.group_size,
+            born_step=claim.born_step,
+            partial=partial,
+            report_to=self._note_progress,
+        )
+
+    async def _bytes(self, payload: buffer_pb2.Payload, token: buffer_pb2.ClaimToken) -> bytes:
+        if not payload.HasField("ref"):
+            return payload.inline
+        async with contextlib.aclosing(
+            self._buffer.get_payloads(self.setup.run_id, [payload.ref], claim=token)
+        ) as payloads:
+            return await anext(payloads)
+
+    async def _generate(self, job: Job) -> Sequence[buffer_pb2.Output]:
+        if _is_async(self._generate_fn):
+            answer: Any = self._generate_fn(job)
+        else:
+            if self._threads is None:
+                self._threads = ThreadPoolExecutor(self.setup.concurrency, thread_name_prefix="turnout-generate")
+            answer = await asyncio.get_running_loop().run_in_executor(self._threads, self._generate_fn, job)
+        if inspect.isawaitable(answer):
+            answer = await answer
+        return [answer] if isinstance(answer, buffer_pb2.Output) else list(answer)
+
+    async def _fail(
+        self, task: asyncio.Task[None], kind: buffer_pb2.FailureKind.ValueType, error: BaseException
+    ) -> None:
+        self._settling.add(task)
+        failure = self._work[task]
+        failure.kind = kind
+        failure.error = _describe(error)
+        answer = await self._outbox.fail(failure)
+        if isinstance(answer, _LOST):
+            self.stats.lost += 1
+        elif kind == buffer_pb2.FAILURE_KIND_INTERRUPTED:
+            self.stats.handed_back += 1
+        else:
+            self.stats.failed += 1
+
+    def _done(self, task: asyncio.Task[None], held: Held, index: int) -> None:
+        self._work.pop(task, None)
+        self._settling.discard(task)
+        self._progress.pop((held.token.claim_id, index), None)
+        self._leases.settle(held, index)
+        self._freed.set()
+
+    # ------------------------------------------------------------------------------------------- progress, and the end
+
+    def _note_progress(self, progress: buffer_pb2.TrajectoryProgress) -> None:
+        self._progress[progress.token.claim_id, progress.index] = progress
+
+    async def _report_progress(self) -> None:
+        while True:
+            await asyncio.sleep(self.setup.progress_interval)
+            reports, self._progress = list(self._progress.values()), {}
+            if reports:
+                try:
+                    await self._buffer.calls.ReportProgress(
+                        buffer_pb2.ReportProgressRequest(
+                            run_id=self.setup.run_id, partition=self.setup.partition, progress=reports
+                        )
+                    )
+                except TurnoutError as error:
+                    # The next batch has newer numbers anyway.
+                    _log.debug("progress was not reported: %s", error)
+
+    async def _hand_back(self) -> None:
+        await _cancel([task for task in self._work if task not in self._settling])
+        if self._settling:
+            await asyncio.wait(self._settling, timeout=_HAND_BACK_S)
+        await _cancel(list(self._work))
+        failures = list(self._work.values())
+        self._work.clear()
+        for failure in failures:
+            failure.kind = buffer_pb2.FAILURE_KIND_INTERRUPTED
+            failure.error = "the worker stops"
+        if not failures:
+            return
+        try:
+            async with asyncio.timeout(_HAND_BACK_S):
+                await self._outbox.send_failures(failures, new_request_id())
+            self.stats.handed_back += len(failures)
+        except (TurnoutError, TimeoutError) as error:
+            _log.warning("%d trajectories were not handed back and will expire: %s", len(failures), error)
+
+
+def _describe(error: BaseException) -> str:
+    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    return text[:_ERROR_CHARACTERS].encode("utf-8", "replace").decode()
+
+
+def _is_async(function: Callable[..., Any]) -> bool:
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+async def _either(*events: asyncio.Event) -> None:
+    waits = [asyncio.create_task(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        await _cancel(waits)
+
+
+async def _cancel(tasks: Iterable[asyncio.Future[Any]]) -> None:
+    pending = [task for task in tasks if not task.done()]
+    for task in pending:
+        task.cancel()
+    await asyncio.gather(*pending, return_exceptions=True)
