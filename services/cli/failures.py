@@ -29,3 +29,9 @@ class CommandFailed(click.ClickException):
         click.echo(f"turnout: {self.message}", err=True)
         for line in self.details:
             click.echo(f"  {line}", err=True)
+
+
+class Misconfigured(CommandFailed):
+    """What the user gave cannot be used: a file, an address, a name."""
+
+    exit_code = EXIT_USAGE

@@ -8,7 +8,8 @@ Every line has `seed`, `mode` ("off" or "on"), `at` (domain seconds since the jo
     trajectory_finished  group_id, index, tokens, replica_id
     group_finished       group_id, tokens [per trajectory], on_hybrid
     group_left           group_id, how ("sampled", "committed", "evicted", ...), reasons
-    group_trained        group_id, step, mini_batch, tokens [per trajectory], staleness [per trajectory]
+    group_trained        group_id, step, mini_batch, tokens [per trajectory], staleness [per trajectory],
+                         digest (CRC32C over the bytes of all its trajectories)
     replica              replica_id, state ("decoding", "idle", "asleep", "updating"): from now on
     trainer              state ("training", "waiting", "updating"), step: from now on
     step_began, step_ended            step

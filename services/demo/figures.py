@@ -71,9 +71,24 @@ def figures(events: Iterable[Event]) -> Figures:
     )
 
 
-def tokens_by_group(events: Iterable[Event]) -> dict[str, tuple[int, ...]]:
-    """Return what was trained on: the lengths of each group's trajectories."""
-    return {event["group_id"]: tuple(event["tokens"]) for event in events if event.name == "group_trained"}
+@dataclass(frozen=True, slots=True)
+class Delivered:
+    """What was trained on under one prompt."""
+
+    tokens: tuple[int, ...]
+    """Length of each trajectory."""
+
+    digest: str
+    """Of all their bytes."""
+
+
+def delivered(events: Iterable[Event]) -> dict[str, Delivered]:
+    """Return what was trained on, by group. Two modes of a seed must have delivered the same."""
+    return {
+        event["group_id"]: Delivered(tuple(event["tokens"]), event["digest"])
+        for event in events
+        if event.name == "group_trained"
+    }
 
 
 def gain(off: Figures, on: Figures) -> float:

@@ -1,7 +1,8 @@
-"""The demo's table: the same figures for the job without and with switching."""
+"""Figures of two jobs beside each other."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from rich.table import Table
@@ -17,7 +18,7 @@ class Line:
     change: str = ""
 
 
-def comparison_table(title: str, on_heading: str, lines: list[Line]) -> Table:
+def comparison_table(title: str, on_heading: str, lines: Iterable[Line]) -> Table:
     """Return the table."""
     table = Table(title=title, title_justify="left", title_style="bold")
     table.add_column("")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from services.demo.events import Event, in_order, read_events
-from services.demo.figures import Figures, IncompleteJob, figures, gain, tokens_by_group
+from services.demo.figures import Delivered, Figures, IncompleteJob, delivered, figures, gain
 from tests.demo.jobs import event, small_job
 
 
@@ -55,7 +55,9 @@ def test_books_that_do_not_balance_are_lost_groups() -> None:
 
 def test_a_group_trained_on_twice_is_duplicated() -> None:
     """The same data twice is a silent change of the training."""
-    again = event(90, "group_trained", group_id="a/0", step=2, mini_batch=1, tokens=[100, 200], staleness=[1, 1])
+    again = event(
+        90, "group_trained", group_id="a/0", step=2, mini_batch=1, tokens=[100, 200], staleness=[1, 1], digest=""
+    )
     assert figures([*small_job(), again]).duplicated_groups == 1
 
 
@@ -96,7 +98,10 @@ def test_events_survive_their_file(tmp_path: Path) -> None:
     read = list(read_events(path))
     assert {(seed, mode) for seed, mode, _ in read} == {(7, "on")}
     assert figures(e for _, _, e in read) == figures(small_job())
-    assert tokens_by_group(e for _, _, e in read) == {"a/0": (100, 200), "b/0": (300, 400)}
+    assert delivered(e for _, _, e in read) == {
+        "a/0": Delivered((100, 200), "0a"),
+        "b/0": Delivered((300, 400), "0b"),
+    }
 
 
 def test_events_are_put_in_order_of_time_and_keep_ties_as_seen() -> None:

@@ -1,0 +1,1 @@
+"""Benches of the services, each beside a bare baseline."""

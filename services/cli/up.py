@@ -1,0 +1,79 @@
+"""`turnout up`: the three services on this machine, each in a process of its own.
+
+Invariants: stdout carries one line per address and nothing else; if one service ends, all are stopped and the exit code
+is 1; Ctrl-C and SIGTERM stop all in order, exit code 0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final
+
+import click
+
+from services.cli.examples import with_examples
+from services.cli.failures import CommandFailed
+from services.cli.running import run_async, until_stopped
+from services.cli.targets import BUFFER, ENGINE, SCHEDULER
+from services.processes.child import ChildFailed, ChildSpec
+from services.processes.fleet import Fleet
+from services.processes.service import service_spec
+
+_SERVICES: Final = ("buffer", "engine", "scheduler")
+"""In the order of their starts; they stop the other way round, so that nobody misses a peer that is still needed."""
+
+
+@click.command(
+    help=with_examples(
+        "Run the replay buffer, the engine controller and the switch scheduler on this machine, each in a process of "
+        "its own, until Ctrl-C. What is not an option here is set by TURNOUT_BUFFER_*, TURNOUT_ENGINE_* and "
+        "TURNOUT_SCHEDULER_* variables or a YAML file, as for the single services.",
+        "turnout up",
+        "turnout up --buffer 127.0.0.1:0 --engine 127.0.0.1:0 --scheduler 127.0.0.1:0   free ports, printed",
+        "turnout up --buffer unix:/tmp/turnout-buffer.sock",
+    )
+)
+@click.option("--buffer", metavar="ADDRESS", default=BUFFER, show_default=True, help="Where the buffer listens.")
+@click.option("--engine", metavar="ADDRESS", default=ENGINE, show_default=True, help="Where the controller listens.")
+@click.option(
+    "--scheduler", metavar="ADDRESS", default=SCHEDULER, show_default=True, help="Where the scheduler listens."
+)
+@click.option("--insecure", is_flag=True, help="Allow addresses that other machines can reach, without TLS and tokens.")
+@click.option(
+    "--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info", show_default=True
+)
+def up(buffer: str, engine: str, scheduler: str, insecure: bool, log_level: str) -> None:
+    """Run the three services."""
+    common = ("--log-level", log_level, *(("--insecure",) if insecure else ()))
+    addresses = {"buffer": buffer, "engine": engine, "scheduler": scheduler}
+    specs = [service_spec(name, "--listen", addresses[name], *common) for name in _SERVICES]
+    run_async(_run(specs))
+
+
+async def _run(specs: list[ChildSpec]) -> None:
+    stop = asyncio.create_task(until_stopped())
+    try:
+        async with Fleet() as fleet:
+            starting = asyncio.create_task(_start(fleet, specs))
+            await asyncio.wait({starting, stop}, return_when=asyncio.FIRST_COMPLETED)
+            if not starting.done():
+                starting.cancel()
+                await asyncio.gather(starting, return_exceptions=True)
+                return
+            starting.result()
+            await fleet.run(_until(stop))
+    except ChildFailed as failed:
+        raise CommandFailed(str(failed), failed.last_lines) from failed
+    finally:
+        stop.cancel()
+
+
+async def _start(fleet: Fleet, specs: list[ChildSpec]) -> None:
+    children = await fleet.start_all(*specs, on_error_line=lambda line: click.echo(line, err=True))
+    for child in children:
+        for target in child.targets:
+            click.echo(f"turnout {child.spec.name} listening on {target}")
+
+
+async def _until(stop: asyncio.Task[None]) -> None:
+    await asyncio.shield(stop)
