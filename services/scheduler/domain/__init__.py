@@ -1,0 +1,1 @@
+"""The scheduler's rules without I/O: nothing in here knows gRPC, a clock, a disk or asyncio."""

@@ -1,0 +1,403 @@
+"""What happens in a run, as the run's event stream tells it.
+
+Invariants: an event is frozen; class and field names are those of events.proto, and enum numbers are the contract's, so
+that translating one needs no table; times are seconds of the run's own clock unless a name says otherwise.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+
+class Mode(IntEnum):
+    """Who has the hybrid GPUs."""
+
+    TRAINER = 1
+    LENDING = 2
+    ROLLOUT = 3
+    RECLAIMING = 4
+
+
+class LendKind(IntEnum):
+    """Why GPUs are lent."""
+
+    INIT = 1
+    STEP_END = 2
+    WITHIN_STEP = 3
+    VALIDATION = 4
+
+
+class DecisionPoint(IntEnum):
+    """When a policy was asked."""
+
+    STEP_BEGIN = 1
+    WAITING = 2
+    SAMPLE_BEGIN = 3
+    STEP_END = 4
+
+
+class DecisionAction(IntEnum):
+    """What a policy wants."""
+
+    KEEP = 1
+    LEND = 2
+    RECLAIM = 3
+
+
+class Transition(IntEnum):
+    """A move of GPUs."""
+
+    LEND = 1
+    RECLAIM = 2
+    ABORT_LEND = 3
+
+
+class GroupExit(IntEnum):
+    """How a group left. Numbers are those of the buffer's GroupEventKind."""
+
+    FAILED = 5
+    SAMPLED = 6
+    RETURNED = 7
+    COMMITTED = 8
+    EVICTED = 9
+
+
+class EvictionReason(IntEnum):
+    """Why a group left unused. Numbers are those of the buffer's EvictionReason."""
+
+    STALE = 1
+    ZERO_VARIANCE = 2
+    FAILED = 3
+    REQUESTED = 4
+
+
+class RouteState(IntEnum):
+    """What new requests do with a replica. Numbers are those of the engine's RouteState."""
+
+    OUT = 1
+    HELD = 2
+    SERVING = 3
+
+
+@dataclass(frozen=True, slots=True)
+class RunOpened:
+    """The run was opened; `resumed`: what was known of its groups is void."""
+
+    epoch: int
+    step: int
+    config_json: str
+    resumed: bool = False
+    checkpoint_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RunUpdated:
+    """Configuration or policy changed, from this step on."""
+
+    config_json: str
+
+
+@dataclass(frozen=True, slots=True)
+class ValidationBegan:
+    """Validation of `step` begins."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class ValidationEnded:
+    """Validation of `step` is over."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class TrajectoriesReissued:
+    """So many trajectories of a group wait for a worker again."""
+
+    group_id: str
+    trajectories: int
+
+
+@dataclass(frozen=True, slots=True)
+class RunClosed:
+    """The run was closed."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class GroupsAdded:
+    """Prompts arrived in the training partition."""
+
+    group_ids: tuple[str, ...]
+    born_step: int
+    group_sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TrajectoryFinished:
+    """A member of a group settled."""
+
+    group_id: str
+    index: int
+    length: int
+    replica_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class GroupFinished:
+    """A group is complete. `on_hybrid`: where its last trajectory was generated, None when not known."""
+
+    group_id: str
+    lengths: tuple[int, ...]
+    born_step: int
+    on_hybrid: bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLeft:
+    """A group failed, was evicted, sampled, returned or committed."""
+
+    group_id: str
+    how: GroupExit
+    reasons: tuple[EvictionReason, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RunningRequest:
+    """Progress of one running trajectory; `replica_id` is empty and `on_hybrid` None while it is parked."""
+
+    group_id: str
+    index: int
+    done: int
+    replica_id: str
+    on_hybrid: bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestProgress:
+    """A reading of everything that runs."""
+
+    requests: tuple[RunningRequest, ...]
+    covered_share: float
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaReading:
+    """One replica's cumulative counters."""
+
+    replica_id: str
+    hybrid: bool
+    decoded_tokens: int
+    prefilled_tokens: int
+    prefill_seconds: float
+    running: int
+    route: RouteState
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaCounters:
+    """A reading of all replicas."""
+
+    replicas: tuple[ReplicaReading, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DepthObserved:
+    """A reading of the buffer, counted for `step`."""
+
+    step: int
+    sampleable: int
+    in_flight: int
+    unpaid_credits: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepBegan:
+    """BeginStep was called."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepEnded:
+    """EndStep was called."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class MiniBatchBegan:
+    """The trainer asks for a mini-batch; `sampleable` groups exist at that moment."""
+
+    step: int
+    mini_batch: int
+    sampleable: int
+
+
+@dataclass(frozen=True, slots=True)
+class MiniBatchEnded:
+    """The trainer has it, after waiting `wait_seconds` by its own measure."""
+
+    step: int
+    mini_batch: int
+    wait_seconds: float
+    tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StarvationBegan:
+    """The trainer waits with nothing to train on."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class StarvationEnded:
+    """It goes on."""
+
+    step: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class LendDone:
+    """Hybrid replicas serve."""
+
+    lend_id: str
+    kind: LendKind
+    cost_seconds: float
+    counted: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LendAbandoned:
+    """A lend came to nothing."""
+
+    lend_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReclaimDone:
+    """The trainer has its GPUs."""
+
+    cost_seconds: float
+    counted: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SyncDone:
+    """Weights reached replicas."""
+
+    hybrid: bool
+    seconds: float
+    weight_version: int
+
+
+@dataclass(frozen=True, slots=True)
+class TopologyChanged:
+    """Healthy replicas and their GPUs."""
+
+    hybrid_replicas: int
+    standalone_replicas: int
+    hybrid_gpus: int
+    standalone_gpus: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModeChanged:
+    """The reported mode changed; `before` is `from` in the proto, a word Python keeps for itself."""
+
+    before: Mode
+    to: Mode
+    lend_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class DecisionMade:
+    """A decision with everything it rests on."""
+
+    point: DecisionPoint
+    step: int
+    action: DecisionAction
+    policy: str
+    reason: str
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    predicted_wait_seconds: float | None = None
+    threshold: int | None = None
+    recheck_at: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TransitionFailed:
+    """A transition did not succeed."""
+
+    transition: Transition
+    reason: str
+    message: str
+    operation_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """Save succeeded."""
+
+    step: int
+    checkpoint_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepMetrics:
+    """The metrics of a step as they were returned to the trainer."""
+
+    step: int
+    metrics: Mapping[str, float]
+
+
+Happening = (
+    RunOpened
+    | RunUpdated
+    | ValidationBegan
+    | ValidationEnded
+    | TrajectoriesReissued
+    | RunClosed
+    | GroupsAdded
+    | TrajectoryFinished
+    | GroupFinished
+    | GroupLeft
+    | RequestProgress
+    | ReplicaCounters
+    | DepthObserved
+    | StepBegan
+    | StepEnded
+    | MiniBatchBegan
+    | MiniBatchEnded
+    | StarvationBegan
+    | StarvationEnded
+    | LendDone
+    | LendAbandoned
+    | ReclaimDone
+    | SyncDone
+    | TopologyChanged
+    | ModeChanged
+    | DecisionMade
+    | TransitionFailed
+    | Saved
+    | StepMetrics
+)
+"""Everything that can happen."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunEvent:
+    """Something that happened, with its place in the run.
+
+    sequence: from 1, without gaps. at: seconds of the run's clock. time: unix seconds.
+    """
+
+    sequence: int
+    at: float
+    time: float
+    event: Happening

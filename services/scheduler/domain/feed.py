@@ -1,0 +1,125 @@
+"""What a policy sees of the run's events.
+
+Invariants: the same events always give the policy the same events, so replaying a log reproduces every decision; what
+a policy has no word for is left out. A policy speaks of starvation from BeginSample to EndSample and of a mini-batch
+while it is trained on, so the mini-batch in training is remembered here until the next is asked for.
+"""
+
+from collections.abc import Iterator
+
+from services.scheduler.domain import events
+from services.scheduler.policies import types
+from services.scheduler.policies.types import PolicyConfig
+
+
+class PolicyFeed:
+    """Turns run events into policy events, in order. `config` is what RunOpened and RunUpdated say: set it first."""
+
+    def __init__(self, config: PolicyConfig) -> None:
+        self.config = config
+        self._training: tuple[int, int, int | None] | None = None
+
+    def read(self, event: events.Happening, at: float) -> Iterator[types.Event]:
+        """The policy events that `event`, at run time `at`, gives rise to."""
+        match event:
+            case events.RunOpened():
+                self._training = None
+                yield types.RunOpened(at=at, config=self.config)
+            case events.RunUpdated():
+                yield types.RunOpened(at=at, config=self.config)
+            case events.MiniBatchBegan():
+                yield from self._training_ended(at)
+                yield types.StarvationBegan(
+                    at=at, step=event.step, mini_batch=event.mini_batch, sampleable=event.sampleable
+                )
+            case events.MiniBatchEnded():
+                yield types.StarvationEnded(
+                    at=at, step=event.step, mini_batch=event.mini_batch, wait_s=event.wait_seconds
+                )
+                yield types.MiniBatchBegan(at=at, step=event.step, mini_batch=event.mini_batch)
+                self._training = (event.step, event.mini_batch, event.tokens)
+            case events.StepEnded():
+                yield from self._training_ended(at)
+                yield types.StepEnded(at=at, step=event.step)
+            case events.RequestProgress():
+                yield types.RequestProgress(
+                    at=at,
+                    requests=tuple(
+                        _request(request, request.on_hybrid)
+                        for request in event.requests
+                        if request.on_hybrid is not None
+                    ),
+                    covered_share=event.covered_share,
+                )
+            case events.ReplicaCounters():
+                yield from (_counters(reading, at) for reading in event.replicas)
+            case _:
+                translated = _translate(event, at)
+                if translated is not None:
+                    yield translated
+
+    def _training_ended(self, at: float) -> Iterator[types.Event]:
+        if self._training is not None:
+            step, mini_batch, tokens = self._training
+            self._training = None
+            yield types.MiniBatchEnded(at=at, step=step, mini_batch=mini_batch, tokens=tokens)
+
+
+def _translate(event: events.Happening, at: float) -> types.Event | None:
+    """The one policy event that says the same, None if there is none."""
+    match event:
+        case events.StepBegan(step):
+            return types.StepBegan(at=at, step=step)
+        case events.DepthObserved(step, sampleable, in_flight, unpaid_credits):
+            return types.DepthObserved(
+                at=at, step=step, sampleable=sampleable, in_flight=in_flight, unpaid_credits=unpaid_credits
+            )
+        case events.LendDone():
+            return types.LendDone(at=at, cost_s=event.cost_seconds, counted=event.counted)
+        case events.ReclaimDone():
+            return types.ReclaimDone(at=at, cost_s=event.cost_seconds, counted=event.counted)
+        case events.SyncDone(hybrid=False):
+            return types.SyncDone(at=at, cost_s=event.seconds)
+        case events.GroupsAdded():
+            added = zip(event.group_ids, event.group_sizes, strict=True)
+            groups = tuple(types.NewGroup(group=group, size=size) for group, size in added)
+            return types.GroupsAdded(at=at, step=event.born_step, groups=groups)
+        case events.GroupFinished():
+            pool = None if event.on_hybrid is None else _pool(event.on_hybrid)
+            return types.GroupFinished(at=at, group=event.group_id, lengths=event.lengths, pool=pool)
+        case events.GroupLeft(how=events.GroupExit.FAILED):
+            return types.GroupFinished(at=at, group=event.group_id, lengths=(), failed=True)
+        case events.TopologyChanged():
+            return types.TopologyChanged(
+                at=at,
+                hybrid_gpus=event.hybrid_gpus,
+                standalone_gpus=event.standalone_gpus,
+                hybrid_replicas=event.hybrid_replicas,
+                standalone_replicas=event.standalone_replicas,
+            )
+    return None
+
+
+def _pool(hybrid: bool) -> types.Pool:
+    return types.Pool.HYBRID if hybrid else types.Pool.STANDALONE
+
+
+def _request(request: events.RunningRequest, on_hybrid: bool) -> types.RequestState:
+    return types.RequestState(
+        key=types.RequestKey(group=request.group_id, trajectory=request.index),
+        tokens=request.done,
+        replica=request.replica_id,
+        pool=_pool(on_hybrid),
+    )
+
+
+def _counters(reading: events.ReplicaReading, at: float) -> types.ReplicaCounters:
+    prefilled = reading.prefilled_tokens > 0 and reading.prefill_seconds > 0
+    return types.ReplicaCounters(
+        at=at,
+        replica=reading.replica_id,
+        pool=_pool(reading.hybrid),
+        decoded_tokens=reading.decoded_tokens,
+        running_requests=reading.running,
+        prefill_tokens_per_s=reading.prefilled_tokens / reading.prefill_seconds if prefilled else None,
+    )

@@ -1,0 +1,66 @@
+"""The run's event log.
+
+Invariants: sequence numbers begin at 1 and have no gaps; `at` never runs backwards; the newest `limit` events are
+always kept, older ones may be trimmed, and asking for a trimmed one is an error and never a silent gap.
+"""
+
+from collections.abc import Callable
+
+from services.runtime.errors import out_of_range
+from services.scheduler.domain.events import Happening, RunEvent
+
+
+class EventLog:
+    """A bounded log that tells its listeners when it grew."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._events: list[RunEvent] = []
+        self._first = 1
+        self._listeners: list[Callable[[], None]] = []
+
+    @property
+    def first(self) -> int:
+        """Sequence number of the oldest event that is kept (or of the next one, if none is)."""
+        return self._first
+
+    @property
+    def last(self) -> int:
+        """Sequence number of the newest event, 0 before the first."""
+        return self._first + len(self._events) - 1
+
+    def append(self, event: Happening, at: float, time: float) -> RunEvent:
+        """Add an event that happened at run time `at`, unix time `time`."""
+        if self._events:
+            at = max(at, self._events[-1].at)
+        placed = RunEvent(self.last + 1, at, time, event)
+        self._events.append(placed)
+        # Trimming a share at a time keeps appending cheap.
+        if len(self._events) > self._limit + self._limit // 4:
+            excess = len(self._events) - self._limit
+            del self._events[:excess]
+            self._first += excess
+        for listener in tuple(self._listeners):
+            listener()
+        return placed
+
+    def read(self, start: int, limit: int) -> list[RunEvent]:
+        """At most `limit` events from sequence number `start` (at least 1) on.
+
+        Raises OUT_OF_RANGE / EVENTS_TRIMMED if `start` is older than what is kept.
+        """
+        if start < self._first:
+            raise out_of_range(
+                "EVENTS_TRIMMED",
+                f"events before {self._first} are not kept any more",
+                field="from_sequence",
+                value=start,
+                first=self._first,
+            )
+        begin = start - self._first
+        return self._events[begin : begin + limit]
+
+    def listen(self, listener: Callable[[], None]) -> Callable[[], None]:
+        """Call `listener` after every event from now on; returns what ends that."""
+        self._listeners.append(listener)
+        return lambda: self._listeners.remove(listener)

@@ -1,0 +1,220 @@
+"""Moving the hybrid GPUs, through the engine controller.
+
+Invariants: the mode says TRAINER only after the controller confirmed every hybrid free, whatever a transition answered;
+a transition that failed leaves the run in between, and the next call that needs it goes on with what is left; a lend
+that does not come about is undone before anything else is done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from services.runtime.errors import Code, TurnoutError, aborted, failed_precondition
+from services.scheduler.domain.events import LendKind, Mode, Transition, TransitionFailed
+from services.scheduler.domain.lends import Lend
+from services.scheduler.hosted import HostedRun
+from services.scheduler.peers import Replicas
+
+T = TypeVar("T")
+
+_AGAIN = (Code.UNAVAILABLE, Code.ABORTED)
+"""Failures that pass by themselves. A missed deadline is left to the caller's next try: one call waits for a hung replica
+once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A lend that is complete. cost_s: BeginLend + hybrid update + FinishLend."""
+
+    cost_s: float
+    failed: tuple[str, ...]
+
+
+async def _try(hosted: HostedRun, attempt: Callable[[], Awaitable[T]]) -> T:
+    """The result of `attempt`, tried again while that may help."""
+    settings = hosted.tools.settings
+    for tried in range(1, settings.transition_attempts):
+        try:
+            return await attempt()
+        except TurnoutError as error:
+            if error.code not in _AGAIN:
+                raise
+        await hosted.tools.clock.sleep(settings.transition_backoff_s * 2 ** (tried - 1))
+    return await attempt()
+
+
+async def look(hosted: HostedRun) -> Replicas:
+    """Read the hybrids, and take note of what the controller confirms."""
+    replicas = await hosted.engine.replicas()
+    hosted.run.modes.saw(replicas.incarnation, replicas.free)
+    hosted.run.note_mode(hosted.moment)
+    return replicas
+
+
+def _failed(hosted: HostedRun, transition: Transition, error: TurnoutError) -> TurnoutError:
+    """Record that a transition failed; the error for the caller."""
+    operation_id = error.metadata.get("operation_id", "")
+    message = f"{transition.name.lower()} failed: {error.message}"
+    hosted.run.transition_failed(TransitionFailed(transition, error.reason, message, operation_id), hosted.moment)
+    known = {key: value for key, value in error.metadata.items() if key not in ("mode", "cause")}
+    return aborted(
+        f"{transition.name}_FAILED", message, **{**known, "mode": hosted.run.mode.name, "cause": error.reason}
+    )
+
+
+async def take_back(hosted: HostedRun) -> float:
+    """Take the GPUs back, however far a lend came; the seconds it took.
+
+    Raises ABORTED / RECLAIM_FAILED or ABORT_LEND_FAILED; then the run stays in between.
+    """
+    run = hosted.run
+    transition = Transition.ABORT_LEND if run.unfinished_lend else Transition.RECLAIM
+    began = hosted.tools.clock.now()
+    run.reclaiming(hosted.moment)
+    try:
+        await _try(hosted, lambda: _order_back(hosted))
+    except TurnoutError as error:
+        raise _failed(hosted, transition, error) from error
+    cost_s = hosted.tools.clock.now() - began
+    run.returned(cost_s, hosted.moment)
+    return cost_s
+
+
+async def _order_back(hosted: HostedRun) -> None:
+    run, engine = hosted.run, hosted.engine
+    if run.unfinished_lend:
+        try:
+            await engine.abort_lend(run.epoch, run.unfinished_lend)
+        except TurnoutError as error:
+            if error.code not in (Code.NOT_FOUND, Code.FAILED_PRECONDITION):
+                raise
+            # The controller knows of no such lend (any more): what is left of it, a reclaim takes back.
+            await engine.reclaim(run.epoch)
+        run.unfinished_lend = ""
+    else:
+        await engine.reclaim(run.epoch)
+    if not all((await look(hosted)).free.values()):
+        await engine.reclaim(run.epoch)
+        await look(hosted)
+    unconfirmed = run.modes.unconfirmed
+    if unconfirmed:
+        raise aborted(
+            "NOT_CONFIRMED_FREE",
+            f"the controller does not confirm that these hybrids are free: {', '.join(unconfirmed)}",
+            replicas=", ".join(unconfirmed),
+        )
+
+
+async def ensure_trainer(hosted: HostedRun) -> float | None:
+    """Let the trainer have its GPUs, confirmed under the controller's present incarnation.
+
+    The seconds of a reclaim, None if none was needed.
+    """
+    run = hosted.run
+    if not run.can_lend:
+        return None
+    if not run.modes.lent:
+        try:
+            await look(hosted)
+        except TurnoutError:
+            # Who cannot be reached cannot have been restarted under our eyes either: the last confirmation holds.
+            if run.mode is not Mode.TRAINER:
+                raise
+        if run.mode is Mode.TRAINER:
+            return None
+    served = run.served
+    cost_s = await take_back(hosted)
+    return cost_s if served else None
+
+
+async def begin(hosted: HostedRun, lend: Lend, *, keep_sessions: bool = False) -> None:
+    """Begin `lend` on the controller. Raises ABORTED / LEND_FAILED, with everything undone or, if that fails too, the
+    run in between; or the refusal of a lend that cannot begin, with nothing changed."""
+    run = hosted.run
+    await ensure_trainer(hosted)
+    await claim_hybrids(hosted)
+    began = hosted.tools.clock.now()
+    run.begin_lend(lend, hosted.moment)
+    try:
+        await _begin_on_controller(hosted, lend, keep_sessions=keep_sessions)
+    except TurnoutError as error:
+        failure = _failed(hosted, Transition.LEND, error)
+        await abandon(hosted, lend, failure.message)
+        raise failure from error
+    lend.begin_s = hosted.tools.clock.now() - began
+
+
+async def _begin_on_controller(hosted: HostedRun, lend: Lend, *, keep_sessions: bool) -> None:
+    run = hosted.run
+    run.unfinished_lend = lend.lend_id
+    lend.replica_ids = await _try(
+        hosted, lambda: hosted.engine.begin_lend(run.epoch, lend.lend_id, keep_sessions=keep_sessions)
+    )
+    lend.begun = True
+
+
+async def claim_hybrids(hosted: HostedRun) -> None:
+    """Hold the GPUs of the registered hybrids. Raises FAILED_PRECONDITION / NO_HYBRIDS or GPU_HELD."""
+    run = hosted.run
+    replicas = await look(hosted)
+    if not replicas.hybrids:
+        raise failed_precondition(
+            "NO_HYBRIDS", "no hybrid replica is registered at the engine controller", run_id=run.run_id
+        )
+    hosted.tools.holdings.claim(run.run_id, [*run.config.hybrid_devices, *replicas.gpus])
+
+
+async def begin_init(hosted: HostedRun, lend: Lend) -> None:
+    """Begin the lend of a run's start: on the controller if hybrids are registered, else at `finish`."""
+    hosted.run.begin_lend(lend, hosted.moment)
+    if hosted.run.modes.hybrids:
+        # What fails here is tried again by CompleteLend: the trainer has not begun to move weights.
+        with contextlib.suppress(TurnoutError):
+            await _begin_on_controller(hosted, lend, keep_sessions=False)
+
+
+async def finish(hosted: HostedRun, lend: Lend, hybrid_update_s: float) -> Served:
+    """Let the hybrids of `lend` serve, those that can; OK if one does.
+
+    Raises ABORTED / LEND_FAILED (the run stays LENDING, and the lend open), FAILED_PRECONDITION / NO_HYBRIDS, GPU_HELD.
+    """
+    run = hosted.run
+    await claim_hybrids(hosted)
+    began = hosted.tools.clock.now()
+    try:
+        if not lend.begun:
+            await _begin_on_controller(hosted, lend, keep_sessions=False)
+        await _try(hosted, lambda: hosted.engine.finish_lend(run.epoch, lend.lend_id, lend.weight_version))
+        failed: tuple[str, ...] = ()
+    except TurnoutError as error:
+        serving, failed = await _serving(hosted, lend)
+        if not serving:
+            raise _failed(hosted, Transition.LEND, error) from error
+    cost_s = lend.begin_s + hybrid_update_s + hosted.tools.clock.now() - began
+    run.completed(lend, cost_s, hosted.moment)
+    return Served(cost_s, failed)
+
+
+async def _serving(hosted: HostedRun, lend: Lend) -> tuple[bool, tuple[str, ...]]:
+    """Whether any replica of the lend serves, and those that do not."""
+    if not lend.begun:
+        return False, ()
+    try:
+        hybrids = (await hosted.engine.replicas()).hybrids
+    except TurnoutError:
+        return False, ()
+    # Hybrids that registered while the lend of the start was open have joined it.
+    lent = tuple(sorted(hybrids)) if lend.kind is LendKind.INIT else lend.replica_ids
+    failed = tuple(r for r in lent if r not in hybrids or not hybrids[r].serving)
+    return len(failed) < len(lent), failed
+
+
+async def abandon(hosted: HostedRun, lend: Lend, reason: str) -> None:
+    """Close `lend` as come to nothing and undo what was begun. If that fails, the run is in between, and the next call
+    that lets the trainer train tries again."""
+    hosted.run.abandoned(lend, reason, hosted.moment)
+    with contextlib.suppress(TurnoutError):
+        await take_back(hosted)

@@ -1,0 +1,196 @@
+"""Follows a run's buffer and engine controller, and turns what they stream into events of the run.
+
+Invariants: a stream that breaks is taken up again, group events from the next one on, so none is told twice or left out
+while the buffer keeps them; a controller's new incarnation voids what was confirmed before anything else of it is used.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from services.runtime.errors import Code, TurnoutError
+from services.runtime.logs import get_logger
+from services.scheduler.domain import events
+from services.scheduler.hosted import HostedRun
+from services.scheduler.peers import reasons_of
+from turnout.buffer.v1 import buffer_pb2
+from turnout.engine.v1 import engine_pb2
+
+_RETRY_S = 0.5
+"""Pause before a broken stream is taken up again, wall time: a restarted peer is followed at once, a dead one costs
+nothing."""
+
+_log = get_logger("scheduler")
+
+_EXITS = {exit.value: exit for exit in events.GroupExit}
+
+
+class Observer:
+    """The streams of one run, in tasks that end with `close`."""
+
+    def __init__(self, hosted: HostedRun) -> None:
+        self._hosted = hosted
+        self._tasks: list[asyncio.Task[None]] = []
+        self._next_group_event: int | None = None
+        self._replicas: dict[str, engine_pb2.Replica] = {}
+        self._topology: events.TopologyChanged | None = None
+
+    def start(self) -> None:
+        """Begin to follow."""
+        streams: list[Callable[[], Awaitable[None]]] = [self._groups, self._controller]
+        if self._hosted.tools.settings.watch_progress:
+            streams.append(self._progress)
+        self._tasks = [asyncio.get_running_loop().create_task(self._keep(stream)) for stream in streams]
+
+    async def close(self) -> None:
+        """Stop following."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks = []
+
+    async def _keep(self, stream: Callable[[], Awaitable[None]]) -> None:
+        while True:
+            try:
+                await stream()
+            except TurnoutError as error:
+                if error.code is Code.UNIMPLEMENTED:
+                    return
+                if error.reason == "EVENTS_TRIMMED":
+                    self._next_group_event = None
+            except Exception:
+                _log.exception("following a run failed", run_id=self._hosted.run.run_id)
+            await asyncio.sleep(_RETRY_S)
+
+    # ------------------------------------------------------------------------------------------------- groups
+
+    async def _groups(self) -> None:
+        async for message in self._hosted.buffer.watch_groups(self._next_group_event):
+            batch = [event for event in message.events if event.partition == self._hosted.run.config.partition]
+            for event in _added_together(batch):
+                self._group(event)
+            numbered = [event.sequence for event in message.events if event.sequence]
+            if numbered:
+                self._next_group_event = numbered[-1] + 1
+
+    def _group(self, event: buffer_pb2.GroupEvent | events.GroupsAdded) -> None:
+        happened = event if isinstance(event, events.GroupsAdded) else self._group_happened(event)
+        if happened is not None:
+            self._hosted.run.record(happened, self._hosted.moment)
+
+    def _group_happened(self, event: buffer_pb2.GroupEvent) -> events.Happening | None:
+        match event.kind:
+            case buffer_pb2.GROUP_EVENT_KIND_TRAJECTORY_FINISHED:
+                self._last_replica = event.replica_id
+                length = event.lengths[0] if event.lengths else 0
+                return events.TrajectoryFinished(event.group_id, event.index, length, event.replica_id)
+            case buffer_pb2.GROUP_EVENT_KIND_FINISHED:
+                on_hybrid = self._on_hybrid(event.replica_id or self._last_replica)
+                return events.GroupFinished(event.group_id, tuple(event.lengths), event.born_step, on_hybrid)
+            case buffer_pb2.GROUP_EVENT_KIND_REISSUED:
+                return events.TrajectoriesReissued(event.group_id, event.trajectories)
+            case kind if kind in _EXITS:
+                return events.GroupLeft(event.group_id, _EXITS[kind], reasons_of(event.reasons))
+        return None
+
+    _last_replica = ""
+    """Replica of the trajectory that finished last: the one that completed the group whose end comes next."""
+
+    def _on_hybrid(self, replica_id: str) -> bool | None:
+        replica = self._replicas.get(replica_id)
+        return None if replica is None else replica.spec.role == engine_pb2.REPLICA_ROLE_HYBRID
+
+    # --------------------------------------------------------------------------------------------- controller
+
+    async def _controller(self) -> None:
+        first = True
+        async for message in self._hosted.engine.watch_replicas():
+            if first:
+                self._replicas.clear()
+                first = False
+            for replica in message.changed:
+                self._replicas[replica.spec.replica_id] = replica
+            for replica_id in message.removed:
+                self._replicas.pop(replica_id, None)
+            self._saw(message.incarnation)
+
+    def _saw(self, incarnation: str) -> None:
+        run, moment = self._hosted.run, self._hosted.moment
+        run.modes.restarted(incarnation)
+        if run.can_lend:
+            hybrids = self._of_role(engine_pb2.REPLICA_ROLE_HYBRID)
+            run.modes.saw(incarnation, {r.spec.replica_id: r.confirmed_free for r in hybrids})
+        run.note_mode(moment)
+        topology = self._present_topology()
+        if topology != self._topology:
+            self._topology = topology
+            run.record(topology, moment)
+
+    def _of_role(self, role: int) -> list[engine_pb2.Replica]:
+        return [replica for replica in self._replicas.values() if replica.spec.role == role]
+
+    def _present_topology(self) -> events.TopologyChanged:
+        healthy = engine_pb2.REPLICA_HEALTH_HEALTHY
+        hybrids = [r for r in self._of_role(engine_pb2.REPLICA_ROLE_HYBRID) if r.health == healthy]
+        standalone = [r for r in self._of_role(engine_pb2.REPLICA_ROLE_STANDALONE) if r.health == healthy]
+        return events.TopologyChanged(len(hybrids), len(standalone), _gpus(hybrids), _gpus(standalone))
+
+    # ------------------------------------------------------------------------------------------------ progress
+
+    async def _progress(self) -> None:
+        interval_s = self._hosted.tools.settings.progress_interval_s
+        partition = self._hosted.run.config.partition
+        async for message in self._hosted.engine.watch_progress(interval_s):
+            report, run, moment = message.report, self._hosted.run, self._hosted.moment
+            requests = tuple(
+                events.RunningRequest(
+                    request.join_key.group_id,
+                    request.join_key.trajectory,
+                    request.output_tokens,
+                    request.replica_id,
+                    _hybrid_role(request.role) if request.replica_id else None,
+                )
+                for request in report.requests
+                if request.join_key.partition == partition
+            )
+            run.record(events.RequestProgress(requests, report.covered_share), moment)
+            run.record(events.ReplicaCounters(tuple(map(self._reading, report.replicas))), moment)
+
+    def _reading(self, counters: engine_pb2.ReplicaCounters) -> events.ReplicaReading:
+        replica = self._replicas.get(counters.replica_id)
+        route = replica.route if replica is not None and replica.route else events.RouteState.OUT
+        return events.ReplicaReading(
+            counters.replica_id,
+            _hybrid_role(counters.role),
+            counters.decoded_tokens,
+            counters.prefilled_tokens,
+            counters.prefill_seconds,
+            counters.running,
+            events.RouteState(route),
+        )
+
+
+def _hybrid_role(role: int) -> bool:
+    return role == engine_pb2.REPLICA_ROLE_HYBRID
+
+
+def _gpus(replicas: list[engine_pb2.Replica]) -> int:
+    return sum(len(replica.spec.gpus) for replica in replicas)
+
+
+def _added_together(batch: list[buffer_pb2.GroupEvent]) -> list[buffer_pb2.GroupEvent | events.GroupsAdded]:
+    """The events, with neighbouring ADDED ones of one born step as one."""
+    told: list[buffer_pb2.GroupEvent | events.GroupsAdded] = []
+    for event in batch:
+        if event.kind != buffer_pb2.GROUP_EVENT_KIND_ADDED:
+            told.append(event)
+            continue
+        before = told[-1] if told else None
+        if isinstance(before, events.GroupsAdded) and before.born_step == event.born_step:
+            told[-1] = events.GroupsAdded(
+                (*before.group_ids, event.group_id), before.born_step, (*before.group_sizes, event.trajectories)
+            )
+        else:
+            told.append(events.GroupsAdded((event.group_id,), event.born_step, (event.trajectories,)))
+    return told

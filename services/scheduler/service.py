@@ -1,0 +1,48 @@
+"""The switch scheduler as a hosted service."""
+
+from __future__ import annotations
+
+import uuid
+
+import grpc.aio
+
+from services.runtime.host import Build, HostContext, HostedService
+from services.scheduler import policies
+from services.scheduler.domain.config import PolicyFactory
+from services.scheduler.domain.holdings import Holdings
+from services.scheduler.hosted import Tools
+from services.scheduler.metrics import SchedulerMetrics
+from services.scheduler.peers import Channels
+from services.scheduler.registry import Registry
+from services.scheduler.servicer import SchedulerServicer
+from services.scheduler.settings import SchedulerSettings
+from turnout.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+
+FULL_NAME = scheduler_pb2.DESCRIPTOR.services_by_name["SwitchScheduler"].full_name
+
+
+def build(settings: SchedulerSettings, create: PolicyFactory = policies.create) -> Build:
+    """What a host builds the scheduler with. `create` makes policies by name."""
+    return lambda context: SchedulerService(settings, context, create)
+
+
+class SchedulerService(HostedService):
+    """The switch scheduler of one process."""
+
+    full_names = (FULL_NAME,)
+
+    def __init__(self, settings: SchedulerSettings, context: HostContext, create: PolicyFactory) -> None:
+        tools = Tools(context.clock, context.draining, settings, Holdings(), lambda: uuid.uuid4().hex)
+        self._channels = Channels()
+        self._registry = Registry(tools, self._channels, create, SchedulerMetrics(context.metrics))
+        self._servicer = SchedulerServicer(self._registry, tools, uuid.uuid4().hex)
+
+    def register(self, server: grpc.aio.Server) -> None:
+        scheduler_pb2_grpc.add_SwitchSchedulerServicer_to_server(self._servicer, server)
+
+    async def drain(self) -> None:
+        await self._registry.drain()
+
+    async def close(self) -> None:
+        await self._registry.close()
+        await self._channels.close()

@@ -1,0 +1,53 @@
+"""What the switch scheduler can be told."""
+
+from pydantic import Field
+
+from services.runtime.config import ServiceSettings, Strings, settings_config
+
+DEFAULT_LISTEN = "127.0.0.1:50053"
+
+
+class SchedulerSettings(ServiceSettings):
+    """Settings of the switch scheduler."""
+
+    model_config = settings_config("scheduler")
+
+    listen: Strings = Field(
+        [DEFAULT_LISTEN],
+        min_length=1,
+        description="Where to listen: HOST:PORT, [IPV6]:PORT or unix:/PATH. Port 0 takes a free port and prints it.",
+    )
+    peer_timeout_s: float = Field(
+        10.0, gt=0, le=3600, description="Seconds given to a buffer or engine controller for a call that moves nothing."
+    )
+    transition_timeout_s: float = Field(
+        600.0, gt=0, le=86400, description="Seconds given to an engine controller to lend or reclaim all replicas."
+    )
+    transition_attempts: int = Field(
+        3, ge=1, le=100, description="How often a transition is tried before the call that needs it fails."
+    )
+    transition_backoff_s: float = Field(
+        0.5, ge=0, le=3600, description="Pause before a transition is tried again, doubled each time; domain seconds."
+    )
+    peer_attempts: int = Field(
+        5,
+        ge=1,
+        le=1000,
+        description="How often a wait at the buffer is taken up again before the trainer's call fails.",
+    )
+    peer_backoff_s: float = Field(
+        0.2, ge=0, le=3600, description="Seconds before that is tried again, doubled each time."
+    )
+    progress_interval_s: float = Field(
+        10.0,
+        ge=2,
+        le=10,
+        description="Domain seconds between two readings of running requests and replica counters.",
+    )
+    watch_progress: bool = Field(
+        True,
+        description="Read running requests and replica counters: policies that predict and `turnout top` use them.",
+    )
+    event_history: int = Field(
+        100_000, ge=1000, le=10_000_000, description="Events kept per run for WatchRun; older ones are trimmed."
+    )
