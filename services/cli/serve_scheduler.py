@@ -5,7 +5,7 @@ from __future__ import annotations
 from services.cli.serve import serve_help
 from services.runtime.options import settings_command
 from services.runtime.process import run_service
-from services.scheduler.service import build
+from services.scheduler.service import NAME, builder
 from services.scheduler.settings import SchedulerSettings
 
 
@@ -21,4 +21,4 @@ from services.scheduler.settings import SchedulerSettings
 )
 def serve(settings: SchedulerSettings) -> int:
     """Run the service."""
-    return run_service("scheduler", settings, build)
+    return run_service(NAME, settings, builder(settings))
