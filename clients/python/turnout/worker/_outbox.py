@@ -1,7 +1,8 @@
 """Results and failures on their way to the buffer.
 
 Invariants: what is ready at the same time goes in one call; what was not answered is sent again, unchanged, until it
-is; each item gets its own outcome; a batch that is refused as a whole is tried one by one, so one bad item harms no other.
+is; each item gets its own outcome; a batch that is refused as a whole is tried one by one, so one bad item harms no
+other.
 """
 
 from __future__ import annotations
