@@ -6,22 +6,24 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 TURNOUT = [sys.executable, "-P", "-m", "services.cli.main"]
 
 
-def turnout(*arguments: str, timeout: float = 50.0, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run the command to its end."""
+def turnout(
+    *arguments: str, timeout: float = 50.0, environment: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run the command to its end; `environment` adds to ours."""
     return subprocess.run(
         [*TURNOUT, *arguments],
         capture_output=True,
         text=True,
         timeout=timeout,
         stdin=subprocess.DEVNULL,
-        env={**os.environ, **environment},
+        env={**os.environ, **(environment or {})},
     )
 
 

@@ -140,7 +140,7 @@ def test_a_wrong_configuration_is_one_line_and_exit_code_2(
     arguments: list[str], environment: dict[str, str], line: str
 ) -> None:
     """Whoever deploys a service must see which setting is wrong, at once and without a traceback."""
-    done = turnout("buffer", "serve", *arguments, **environment)
+    done = turnout("buffer", "serve", *arguments, environment=environment)
     assert done.returncode == 2
     assert done.stdout == ""
     assert len(done.stderr.splitlines()) == 1

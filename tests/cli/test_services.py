@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import socket
@@ -66,8 +67,6 @@ def test_up_ends_when_one_service_dies() -> None:
         targets_of(process)
         children = descendants(process.pid)
         victim = min(children)
-        import os
-
         os.kill(victim, signal.SIGKILL)
         _, err = process.communicate(timeout=40)
         assert process.returncode == 1
