@@ -25,8 +25,8 @@ class Joins:
     def start(self, key: CallKey, content: bytes, work: Callable[[], Awaitable[T]]) -> asyncio.Task[T]:
         """The task that does `work` for `key`, begun now unless the same call is under way.
 
-        `content` stands for all that the call said; other content raises INVALID_ARGUMENT / CALL_CHANGED. Await the task
-        through asyncio.shield.
+        `content` stands for all that the call said; other content raises INVALID_ARGUMENT / CALL_CHANGED. Await the
+        task through asyncio.shield.
         """
         if key in self._tasks:
             first_content, task = self._tasks[key]

@@ -21,8 +21,8 @@ from services.scheduler.peers import Replicas
 T = TypeVar("T")
 
 _AGAIN = (Code.UNAVAILABLE, Code.ABORTED)
-"""Failures that pass by themselves. A missed deadline is left to the caller's next try: one call waits for a hung replica
-once."""
+"""Failures that pass by themselves. A missed deadline is left to the caller's next try: one call waits for a hung
+replica once."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,8 @@ import uuid
 
 import grpc.aio
 
-from services.runtime.host import Build, HostContext, HostedService
+from services.runtime.clock import Clock
+from services.runtime.host import Build, HostContext, HostedService, ServiceHost
 from services.scheduler import policies
 from services.scheduler.domain.config import PolicyFactory
 from services.scheduler.domain.holdings import Holdings
@@ -18,12 +19,8 @@ from services.scheduler.servicer import SchedulerServicer
 from services.scheduler.settings import SchedulerSettings
 from turnout.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
+NAME = "scheduler"
 FULL_NAME = scheduler_pb2.DESCRIPTOR.services_by_name["SwitchScheduler"].full_name
-
-
-def build(settings: SchedulerSettings, create: PolicyFactory = policies.create) -> Build:
-    """What a host builds the scheduler with. `create` makes policies by name."""
-    return lambda context: SchedulerService(settings, context, create)
 
 
 class SchedulerService(HostedService):
@@ -46,3 +43,15 @@ class SchedulerService(HostedService):
     async def close(self) -> None:
         await self._registry.close()
         await self._channels.close()
+
+
+def builder(settings: SchedulerSettings, create: PolicyFactory = policies.create) -> Build:
+    """What a host needs to make this service; `create` makes policies by name."""
+    return lambda context: SchedulerService(settings, context, create)
+
+
+def build(
+    settings: SchedulerSettings, clock: Clock | None = None, create: PolicyFactory = policies.create
+) -> ServiceHost:
+    """A host for the switch scheduler; `clock` is the real one, scaled by the settings, unless given."""
+    return ServiceHost(NAME, settings, builder(settings, create), clock=clock)

@@ -49,7 +49,7 @@ def _optional_s(message: Any, field: str) -> float | None:
 
 def _content(request: Message) -> bytes:
     """What a repeat must say again."""
-    return fingerprint(request, ignore=("max_wait",))
+    return fingerprint(request, ignore=("max_wait",) if "max_wait" in request.DESCRIPTOR.fields_by_name else ())
 
 
 class SchedulerServicer(scheduler_pb2_grpc.SwitchSchedulerServicer):
