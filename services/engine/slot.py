@@ -25,7 +25,7 @@ from services.engine.domain.calls import (
     Sleep,
     WakeUp,
 )
-from services.engine.domain.replica import Replica
+from services.engine.domain.replica import EngineState, Replica
 from services.engine.domain.spec import Health
 from services.runtime.errors import Code, TurnoutError, aborted, deadline_exceeded, internal
 from services.runtime.logs import get_logger
@@ -41,6 +41,21 @@ _LOG = get_logger("engine")
 class Forward(Protocol):
     """A request that was forwarded to the engine."""
 
+    @property
+    def engine_id(self) -> str:
+        """Its id in the engine."""
+        ...
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of its prompt."""
+        ...
+
+    @property
+    def output_tokens(self) -> int:
+        """Tokens of output that have come out of engines so far."""
+        ...
+
     def interrupt(self) -> None:
         """Stop waiting for the engine; the request goes on elsewhere."""
         ...
@@ -50,11 +65,16 @@ class Deadline:
     """A moment of the event loop's clock."""
 
     def __init__(self, timeout: float) -> None:
-        self._at = asyncio.get_running_loop().time() + timeout
         self.timeout = timeout
+        self.restart()
+
+    def restart(self) -> None:
+        """Count from now again."""
+        self._at = asyncio.get_running_loop().time() + self.timeout
 
     @property
     def left(self) -> float:
+        """Wall seconds until then, 0 if it is past."""
         return max(0.0, self._at - asyncio.get_running_loop().time())
 
 
@@ -73,6 +93,7 @@ class Slot:
         self._changed = changed
         self._lock = asyncio.Lock()
         self._overdue: asyncio.Task[Any] | None = None
+        self._unreached = False
         self._emptied = asyncio.Event()
 
     @property
@@ -107,8 +128,10 @@ class Slot:
         self.shards = ()
         for call in plan.calls:
             if isinstance(call, Drain):
-                await self._drain(call, deadline)
+                await self._drain(deadline)
             elif not isinstance(call, Resume) or self.replica.state.paused:
+                self.replica.attempted(call)
+                self.changed()
                 shards = await self.command(self._make(call, deadline.left), deadline)
                 self._check_shards(call, shards)
                 self.replica.applied(call)
@@ -119,6 +142,9 @@ class Slot:
         """Have the engine do something, within the deadline. A failure leaves the state in doubt until a probe."""
         task = asyncio.ensure_future(self._guard(work))
         await asyncio.wait({task}, timeout=deadline.left)
+        while not task.done() and deadline.left:
+            # The deadline was moved meanwhile.
+            await asyncio.wait({task}, timeout=deadline.left)
         if not task.done():
             self._overdue = task
             task.add_done_callback(lambda _: self.probe_wanted.set())
@@ -143,10 +169,9 @@ class Slot:
         except TurnoutError as error:
             self.note_failure(error)
             raise
-        self.replica.answered(state)
-        self.changed()
+        self._took_over(state)
 
-    async def probe(self, timeout: float) -> Any:
+    async def probe(self, timeout: float) -> EngineState:
         """Read the engine's state, without taking it over."""
         try:
             async with asyncio.timeout(min(timeout, self._probe_timeout)):
@@ -166,19 +191,24 @@ class Slot:
             self.note_failure(error)
             return
         if quiet and not self._lock.locked() and self.replica.state is version and not self.overdue:
-            self.replica.answered(state)
-            self.changed()
+            self._took_over(state)
 
     def note_failure(self, error: TurnoutError) -> None:
-        """A probe failed: the engine hangs, or is gone."""
-        if error.code is Code.UNAVAILABLE:
+        """A probe failed: the engine hangs, or is gone.
+
+        One that cannot be reached is dead at the second probe in a row: the first may have met a restart of the
+        network.
+        """
+        gone = error.reason == "ENGINE_DEAD" or (error.code is Code.UNAVAILABLE and self._unreached)
+        self._unreached = error.code is Code.UNAVAILABLE
+        if gone:
             if self.replica.health is not Health.DEAD:
                 _LOG.warning("replica died", replica_id=self.replica_id, reason=error.message)
             self.replica.mark_dead()
             if self._overdue is not None:
                 self._overdue.cancel()
-        else:
-            self.replica.mark_unresponsive()
+        elif self._unreached:
+            self.probe_wanted.set()
         self.lost_touch()
 
     def suspect(self) -> None:
@@ -217,7 +247,18 @@ class Slot:
         if not self.forwards:
             self._emptied.set()
 
+    async def emptied(self, timeout: float) -> None:
+        """Wait until no request is in the engine, at most `timeout` wall seconds."""
+        if self.forwards:
+            self._emptied.clear()
+            await self._wait(self._emptied, timeout)
+
     # ---------------------------------------------------------------------------------------------------------- inside
+
+    def _took_over(self, state: EngineState) -> None:
+        self._unreached = False
+        self.replica.answered(state)
+        self.changed()
 
     def _make(self, call: Call, timeout: float) -> Awaitable[Shards]:
         match call:
@@ -238,17 +279,14 @@ class Slot:
             case Drain():
                 raise AssertionError("a drain is no single call")
 
-    async def _drain(self, call: Drain, deadline: Deadline) -> None:
+    async def _drain(self, deadline: Deadline) -> None:
         while self.forwards or self.replica.state.running:
             if not deadline.left:
                 raise deadline_exceeded(
                     "NOT_DRAINED", f"requests of {self.replica_id} did not end in time", replica_id=self.replica_id
                 )
-            if call.abort:
-                await self.command(self.backend.abort(None), deadline)
-            if self.forwards:
-                self._emptied.clear()
-                await self._wait(self._emptied, min(DRAIN_TURN_S, deadline.left))
+            await self.command(self.backend.abort(None), deadline)
+            await self.emptied(min(DRAIN_TURN_S, deadline.left))
             await self.refresh(deadline.left)
             if not self.forwards and self.replica.state.running:
                 await asyncio.sleep(min(DRAIN_TURN_S, deadline.left))

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Protocol
 
 from services.engine.domain.operations import Shard
 from services.engine.domain.replica import EngineState
+from services.engine.domain.requests import Finish, JoinKey, Sampling, Span
 from services.engine.domain.spec import Cache, PauseMode
 from services.runtime.errors import TurnoutError, unavailable
 
@@ -23,36 +23,6 @@ from services.runtime.errors import TurnoutError, unavailable
 def engine_dead(why: str) -> TurnoutError:
     """The engine's process is gone."""
     return unavailable("ENGINE_DEAD", why)
-
-
-class Finish(Enum):
-    """Why an engine ended a request."""
-
-    STOP = "stop"
-    LENGTH = "length"
-    ABORT = "abort"
-
-
-@dataclass(frozen=True, slots=True)
-class JoinKey:
-    """The buffer's trajectory a request belongs to."""
-
-    partition: str = ""
-    group_id: str = ""
-    trajectory: int = 0
-    attempt: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """How tokens are drawn."""
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    seed: int = 0
-    stop_token_ids: tuple[int, ...] = ()
-    logprobs: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +40,6 @@ class EngineRequest:
     join_key: JoinKey | None = None
     delta_tokens: int = 0
     delta_interval: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """A stretch of tokens under one weight version."""
-
-    tokens: int
-    weight_version: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,9 +20,7 @@ class Pause:
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """Wait until nothing runs in the engine; with `abort` what is left there is ended."""
-
-    abort: bool = True
+    """End what is left in a paused engine, and wait until nothing is."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Meetings at which trainer ranks and engine ranks exchange bytes.
 
 Invariants: a meeting has one list of participants; whoever comes twice brings the same bytes; a full meeting is
-remembered until its transaction is forgotten, so that a repeated call gets the same answer.
+remembered until its transaction closes, so that a repeated call gets the same answer.
 """
 
 from __future__ import annotations

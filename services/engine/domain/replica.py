@@ -9,7 +9,7 @@ A replica whose engine died or was replaced counts as without weights until a fu
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Final
 
@@ -245,6 +245,11 @@ class Replica:
         self.must_load = True
         self.weights = Weights.DISCARDED
         self._before_update = Weights.DISCARDED
+
+    def attempted(self, call: Call) -> None:
+        """A call is about to be made. From now on no request may be sent to an engine that is about to pause."""
+        if isinstance(call, Pause):
+            self.state = replace(self.state, paused=True, pause_mode=call.mode)
 
     def applied(self, call: Call) -> None:
         """The engine confirmed a call."""
@@ -513,10 +518,10 @@ class Replica:
         if self.fully_asleep:
             return ()
         if not self.state.paused:
-            return (Pause(mode), Drain(abort=mode is PauseMode.ABORT))
+            return (Pause(mode), Drain())
         if mode is not PauseMode.ABORT and self.state.pause_mode is PauseMode.KEEP and self.state.running:
             raise self._refusal("PAUSED_IN_OTHER_MODE", "it is paused in mode keep: its requests would never end")
-        return (Drain(abort=mode is PauseMode.ABORT),)
+        return (Drain(),)
 
     def _put_to_sleep(self, level: int) -> tuple[Call, ...]:
         if self.spec.role is Role.HYBRID:

@@ -116,8 +116,6 @@ class ReplicaSpec:
             require_id("spec.gpus.uuid", gpu.uuid)
         if len(set(self.gpus)) != len(self.gpus):
             raise invalid_argument("spec.gpus", "a GPU is named twice")
-        if self.role is Role.HYBRID and not self.gpus:
-            raise invalid_argument("spec.gpus", "a hybrid replica must name the GPUs it shares with the trainer")
         if self.shards < 1:
             raise invalid_argument("spec.shards", "a replica has at least one shard", value=self.shards)
         require_non_negative("spec.flags.node_rank", self.flags.node_rank)
@@ -125,3 +123,8 @@ class ReplicaSpec:
             require_non_negative("spec.weight_version", self.weight_version)
             if not self.weights_loaded:
                 raise invalid_argument("spec.weight_version", "weights NONE have no version", value=self.weight_version)
+
+    def require_gpus(self) -> None:
+        """Refuse a hybrid replica without GPUs. An agent's own need none: its controller knows them."""
+        if self.role is Role.HYBRID and not self.gpus:
+            raise invalid_argument("spec.gpus", "a hybrid replica must name the GPUs it shares with the trainer")

@@ -30,6 +30,7 @@ class Update:
     wave: set[str] = field(default_factory=set)
     later: list[tuple[str, ...]] = field(default_factory=list)
     touched: set[str] = field(default_factory=set)
+    finished: set[str] = field(default_factory=set)
     members: set[str] = field(default_factory=set)
     blackout: float = 0.0
     tokens_recomputed: int = 0
@@ -75,7 +76,7 @@ class Updates:
 
     def add(self, update: Update) -> None:
         """Remember a transaction that has just opened."""
-        update.members = set(update.wave) | set(update.remaining)
+        update.members = update.wave | set(update.remaining)
         self._known[update.update_id] = update
         closed = [key for key, known in self._known.items() if known.closed]
         for key in closed[: max(0, len(closed) - CLOSED_KEPT)]:
@@ -99,13 +100,6 @@ class Updates:
         if found.closed:
             raise failed_precondition("UPDATE_CLOSED", f"weight update {update_id!r} is closed", update_id=update_id)
         return found
-
-    def drop(self, replica_id: str) -> None:
-        """A replica leaves whatever transaction it is in; one that nobody is left in is closed."""
-        for update in self.open:
-            update.drop(replica_id)
-            if update.complete:
-                update.closed = True
 
 
 def require_members(update: Update, replica_ids: Iterable[str], field_name: str) -> None:

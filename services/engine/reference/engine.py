@@ -19,12 +19,12 @@ from services.engine.backends.base import (
     EngineOutput,
     EngineProgress,
     EngineRequest,
-    Finish,
     Shards,
     engine_dead,
 )
 from services.engine.domain.operations import Shard
 from services.engine.domain.replica import NATIVE_RELEASE, EngineState
+from services.engine.domain.requests import Finish
 from services.engine.domain.spec import KV_CACHE, WEIGHTS, Cache, PauseMode, ReplicaSpec, Weights
 from services.engine.reference.decode import Curve, DecodeClock, Gain
 from services.engine.reference.faults import FAULTS, Faults

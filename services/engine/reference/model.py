@@ -17,7 +17,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from services.engine.backends.base import Sampling
+from services.engine.domain.requests import Sampling
 
 FIRST_TOKEN: Final = 16
 """Ids below are left to what tokenizers keep for special tokens, so that a stop token never comes by accident."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
-from services.engine.backends.base import EngineOutput, EngineRequest, Finish, Span
+from services.engine.backends.base import EngineOutput, EngineRequest
+from services.engine.domain.requests import Finish, Span
 from services.engine.reference.model import Script
 from services.runtime.errors import TurnoutError
 

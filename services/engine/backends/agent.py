@@ -1,0 +1,343 @@
+"""An engine behind a node agent, which is this same service on the engine's node.
+
+Invariants: all replicas of one agent share its channels; requests have a channel of their own, so that control calls
+never wait behind them; a weight update at the agent is of kind ASLEEP, which leaves pausing, KV memory and resuming
+to the controller.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from typing import Any, Final, TypeVar
+
+import google_crc32c
+import grpc
+import grpc.aio
+
+from services.engine.backends.base import EngineOutput, EngineProgress, EngineRequest, Shards
+from services.engine.domain.operations import OutcomeKind
+from services.engine.domain.replica import EngineState
+from services.engine.domain.spec import Cache, PauseMode, ReplicaSpec
+from services.engine.wire.enums import CACHES, LEVELS, OUTCOME_KINDS, PAUSE_MODES
+from services.engine.wire.operations import read_failure, read_shards, write_duration
+from services.engine.wire.replicas import read_state
+from services.engine.wire.requests import read_output, write_engine_request
+from services.runtime.errors import TurnoutError, invalid_argument, not_found
+from services.runtime.statuses import from_rpc_error
+from turnout.engine.v1 import engine_pb2 as pb
+from turnout.engine.v1 import engine_pb2_grpc
+
+T = TypeVar("T")
+
+READ_DEADLINE_S: Final = 30.0
+"""gRPC deadline of reads. Commands have none: the controller watches their time, and an engine may carry out later what
+was cut at its agent."""
+
+LONGEST_MESSAGE_BYTES: Final = 64 << 20
+"""Room for an output of some million tokens."""
+
+
+class Agent:
+    """The channels to one agent."""
+
+    def __init__(self, target: str) -> None:
+        self.users = 0
+        self._control = grpc.aio.insecure_channel(target, options=_options(target))
+        self._data = grpc.aio.insecure_channel(target, options=_options(target))
+        self.control = engine_pb2_grpc.EngineControllerStub(self._control)
+        self.data = engine_pb2_grpc.EngineControllerStub(self._data)
+        self._reading: asyncio.Future[pb.ProgressReport] | None = None
+
+    async def progress(self, run_id: str) -> pb.ProgressReport:
+        """One reading of the agent, shared by all who ask while it is under way."""
+        if self._reading is None:
+            self._reading = asyncio.ensure_future(self._read(run_id))
+            self._reading.add_done_callback(self._read_done)
+        return await asyncio.shield(self._reading)
+
+    async def _read(self, run_id: str) -> pb.ProgressReport:
+        request = pb.GetProgressRequest(run_id=run_id)
+        answer: pb.GetProgressResponse = await self.control.GetProgress(request, timeout=READ_DEADLINE_S)
+        return answer.report
+
+    def _read_done(self, reading: asyncio.Future[pb.ProgressReport]) -> None:
+        self._reading = None
+        if not reading.cancelled():
+            reading.exception()
+
+    async def close(self) -> None:
+        """Close the channels."""
+        await self._control.close()
+        await self._data.close()
+
+
+class Agents:
+    """The agents in use, by target."""
+
+    def __init__(self, run_id: Callable[[], str]) -> None:
+        self._run_id = run_id
+        self._agents: dict[str, Agent] = {}
+
+    async def open(self, spec: ReplicaSpec) -> AgentBackend:
+        """Connect to the agent of a replica."""
+        if not spec.endpoint:
+            raise invalid_argument("spec.endpoint", "the backend agent needs the gRPC target of the agent")
+        agent = self._agents.get(spec.endpoint)
+        if agent is None:
+            agent = self._agents[spec.endpoint] = Agent(spec.endpoint)
+        agent.users += 1
+        return AgentBackend(spec.replica_id, agent, self._run_id, lambda: self._release(spec.endpoint))
+
+    async def _release(self, target: str) -> None:
+        agent = self._agents[target]
+        agent.users -= 1
+        if not agent.users:
+            del self._agents[target]
+            await agent.close()
+
+
+class AgentBackend:
+    """One replica of an agent."""
+
+    def __init__(
+        self, replica_id: str, agent: Agent, run_id: Callable[[], str], release: Callable[[], Coroutine[Any, Any, None]]
+    ) -> None:
+        self._replica_id = replica_id
+        self._agent = agent
+        self._get_run_id = run_id
+        self._release = release
+        self._update_id = ""
+
+    @property
+    def _run_id(self) -> str:
+        return self._get_run_id()
+
+    @property
+    def _selector(self) -> pb.ReplicaSelector:
+        return pb.ReplicaSelector(replica_ids=[self._replica_id])
+
+    # ---------------------------------------------------------------------------------------------------------- reads
+
+    async def probe(self) -> EngineState:
+        request = pb.ListReplicasRequest(run_id=self._run_id, selector=self._selector)
+        answer: pb.ListReplicasResponse = await self._ask(
+            self._agent.control.ListReplicas(request, timeout=READ_DEADLINE_S)
+        )
+        if not answer.replicas:
+            raise not_found("REPLICA_NOT_FOUND", f"the agent has no replica {self._replica_id!r}")
+        return read_state(answer.replicas[0], answer.incarnation)
+
+    async def progress(self) -> EngineProgress:
+        report = await self._ask(self._agent.progress(self._run_id))
+        counters = next((one for one in report.replicas if one.replica_id == self._replica_id), pb.ReplicaCounters())
+        tokens = {
+            request.engine_request_id: request.output_tokens
+            for request in report.requests
+            if request.replica_id == self._replica_id
+        }
+        return EngineProgress(
+            tokens,
+            counters.decoded_tokens,
+            counters.prefilled_tokens,
+            counters.prefill_seconds,
+            counters.running,
+            counters.waiting,
+        )
+
+    # -------------------------------------------------------------------------------------------------------- commands
+
+    async def sleep(self, level: int, timeout: float) -> Shards:
+        request = pb.SleepRequest(
+            run_id=self._run_id,
+            selector=self._selector,
+            level=LEVELS.write(level),
+            timeout=write_duration(timeout),
+        )
+        return await self._operate(self._agent.control.Sleep(request))
+
+    async def wake_up(self, tags: Sequence[str], timeout: float) -> Shards:
+        request = pb.WakeUpRequest(
+            run_id=self._run_id,
+            selector=self._selector,
+            tags=pb.TagList(tags=tags),
+            timeout=write_duration(timeout),
+        )
+        return await self._operate(self._agent.control.WakeUp(request))
+
+    async def release_kv_cache(self, timeout: float) -> Shards:
+        request = pb.ReleaseKvCacheRequest(
+            run_id=self._run_id, selector=self._selector, timeout=write_duration(timeout)
+        )
+        return await self._operate(self._agent.control.ReleaseKvCache(request))
+
+    async def resume_kv_cache(self, timeout: float) -> Shards:
+        request = pb.ResumeKvCacheRequest(run_id=self._run_id, selector=self._selector, timeout=write_duration(timeout))
+        return await self._operate(self._agent.control.ResumeKvCache(request))
+
+    async def pause(self, mode: PauseMode, clear_cache: bool, timeout: float) -> Shards:
+        request = pb.PauseRequest(
+            run_id=self._run_id,
+            selector=self._selector,
+            mode=PAUSE_MODES.write(mode),
+            clear_cache=clear_cache,
+            timeout=write_duration(timeout),
+        )
+        return await self._operate(self._agent.control.Pause(request))
+
+    async def resume(self, timeout: float) -> Shards:
+        request = pb.ResumeRequest(run_id=self._run_id, selector=self._selector, timeout=write_duration(timeout))
+        return await self._operate(self._agent.control.Resume(request))
+
+    async def reset_caches(
+        self, caches: frozenset[Cache], reset_running_requests: bool, reset_connectors: bool, timeout: float
+    ) -> Shards:
+        request = pb.ResetCachesRequest(
+            run_id=self._run_id,
+            selector=self._selector,
+            caches=[CACHES.write(cache) for cache in caches],
+            reset_running_requests=reset_running_requests,
+            reset_connectors=reset_connectors,
+            timeout=write_duration(timeout),
+        )
+        return await self._operate(self._agent.control.ResetCaches(request))
+
+    async def abort(self, request_ids: Sequence[str] | None) -> None:
+        request = pb.AbortRequest(
+            run_id=self._run_id,
+            selector=self._selector,
+            request_ids=request_ids or (),
+            all_requests=request_ids is None,
+        )
+        await self._ask(self._agent.control.Abort(request, timeout=READ_DEADLINE_S))
+
+    async def collective_rpc(self, method: str, arguments_json: str, shard: int | None, timeout: float) -> Shards:
+        request = pb.CollectiveRpcRequest(
+            run_id=self._run_id,
+            selector=self._selector,
+            method=method,
+            arguments_json=arguments_json,
+            shard=shard,
+            timeout=write_duration(timeout),
+        )
+        return await self._operate(self._agent.control.CollectiveRpc(request))
+
+    # --------------------------------------------------------------------------------------------------------- weights
+
+    async def start_weight_update(self, version: int, adapter: bool, timeout: float) -> None:
+        request = pb.BeginWeightUpdateRequest(
+            run_id=self._run_id,
+            selector=self._selector,
+            kind=pb.UPDATE_KIND_ASLEEP,
+            weight_version=version,
+            adapter=adapter,
+            timeout=write_duration(timeout),
+        )
+        answer: pb.BeginWeightUpdateResponse = await self._call(self._agent.control.BeginWeightUpdate(request))
+        self._update_id = answer.update_id
+
+    async def update_weights(self, size: int, info_json: str, chunks: AsyncIterator[bytes], timeout: float) -> None:
+        async def frames() -> AsyncIterator[pb.UpdateWeightsRequest]:
+            header = pb.UpdateWeightsHeader(
+                run_id=self._run_id, update_id=self._update_id, size=size, info_json=info_json
+            )
+            yield pb.UpdateWeightsRequest(header=header)
+            crc = 0
+            async for chunk in chunks:
+                crc = google_crc32c.extend(crc, chunk)
+                yield pb.UpdateWeightsRequest(chunk=chunk)
+            yield pb.UpdateWeightsRequest(end=pb.UpdateWeightsEnd(crc32c=crc))
+
+        await self._operate(self._agent.data.UpdateWeights(frames()))
+
+    async def finish_weight_update(self, checksum: str, timeout: float) -> None:
+        ack = pb.UpdateAck(replica_id=self._replica_id, ok=True, checksum=checksum)
+        request = pb.CommitWeightUpdateRequest(
+            run_id=self._run_id, update_id=self._update_id, acks=[ack], timeout=write_duration(timeout)
+        )
+        await self._operate(self._agent.control.CommitWeightUpdate(request))
+
+    async def abort_weight_update(self, timeout: float) -> bool:
+        request = pb.AbortWeightUpdateRequest(run_id=self._run_id, update_id=self._update_id)
+        answer: pb.AbortWeightUpdateResponse = await self._call(self._agent.control.AbortWeightUpdate(request))
+        return self._replica_id in answer.half_updated
+
+    # ------------------------------------------------------------------------------------------------------ generation
+
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
+        call = self._agent.data.Generate(write_engine_request(self._run_id, self._replica_id, request))
+        given = len(request.output)
+        try:
+            async for response in call:
+                output = read_output(response, given)
+                if output is not None:
+                    yield output
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from None
+        finally:
+            call.cancel()
+
+    async def close(self) -> None:
+        await self._release()
+
+    # ---------------------------------------------------------------------------------------------------------- inside
+
+    async def _operate(self, call: Any) -> Shards:
+        answer = await self._call(call)
+        for outcome in answer.operation.outcomes:
+            if OUTCOME_KINDS.read("kind", outcome.kind) is OutcomeKind.FAILED:
+                raise read_failure(outcome)
+        return read_shards(shard for outcome in answer.operation.outcomes for shard in outcome.shards)
+
+    async def _call(self, call: Any) -> Any:
+        try:
+            return await self._ask(call)
+        except TurnoutError as error:
+            if error.reason != "PARTIAL":
+                raise
+            raise await self._failure(error) from None
+
+    async def _failure(self, error: TurnoutError) -> TurnoutError:
+        """What a failed operation of one replica failed with."""
+        request = pb.GetOperationRequest(run_id=self._run_id, operation_id=error.metadata["operation_id"])
+        answer: pb.GetOperationResponse = await self._ask(
+            self._agent.control.GetOperation(request, timeout=READ_DEADLINE_S)
+        )
+        failed: Iterable[pb.ReplicaOutcome] = (one for one in answer.operation.outcomes if one.code)
+        return next((read_failure(outcome) for outcome in failed), error)
+
+    @staticmethod
+    async def _ask(call: Any) -> Any:
+        try:
+            return await call
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from None
+
+
+def _options(target: str) -> list[tuple[str, int]]:
+    return [
+        ("grpc.max_receive_message_length", LONGEST_MESSAGE_BYTES),
+        ("grpc.max_send_message_length", LONGEST_MESSAGE_BYTES),
+        ("grpc.keepalive_time_ms", 10_000),
+        ("grpc.keepalive_timeout_ms", 5_000),
+        ("grpc.http2.ping_timeout_ms", 5_000),
+        ("grpc.http2.max_pings_without_data", 0),
+        # Each channel its own connection.
+        ("grpc.use_local_subchannel_pool", 1),
+        # An agent that comes back is found within a second or two.
+        ("grpc.initial_reconnect_backoff_ms", 200),
+        ("grpc.min_reconnect_backoff_ms", 200),
+        ("grpc.max_reconnect_backoff_ms", 2_000),
+        ("grpc.enable_http_proxy", 0 if _is_local(target) else 1),
+    ]
+
+
+def _is_local(target: str) -> bool:
+    if target.startswith("unix:"):
+        return True
+    host = target.rpartition(":")[0].strip("[]")
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,62 @@
+"""Which backends this service has.
+
+Invariant: a spec that names an unknown backend or option is refused before anything is opened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from services.engine.backends.agent import Agents
+from services.engine.backends.base import Backend
+from services.engine.domain.spec import ReplicaSpec
+from services.engine.reference.decode import Curve
+from services.engine.reference.engine import EngineConfig, ReferenceEngine
+from services.engine.reference.model import LengthLaw, PseudoModel
+from services.engine.settings import EngineSettings
+from services.runtime.clock import Clock
+from services.runtime.errors import invalid_argument
+
+BACKENDS = ("agent", "reference")
+
+
+class Backends:
+    """Opens the engine of a replica."""
+
+    def __init__(self, settings: EngineSettings, clock: Clock, run_id: Callable[[], str]) -> None:
+        self._clock = clock
+        self._agents = Agents(run_id)
+        self._config = reference_config(settings)
+
+    async def open(self, spec: ReplicaSpec) -> Backend:
+        """The engine of a replica; INVALID_ARGUMENT / UNKNOWN_BACKEND or UNKNOWN_OPTION names what is wrong."""
+        if spec.backend not in BACKENDS:
+            raise invalid_argument(
+                "spec.backend",
+                f"no backend {spec.backend!r}; this service has {', '.join(BACKENDS)}",
+                value=spec.backend,
+                reason="UNKNOWN_BACKEND",
+            )
+        for name in sorted(spec.options):
+            raise invalid_argument(
+                "spec.options", f"backend {spec.backend} has no option {name!r}", value=name, reason="UNKNOWN_OPTION"
+            )
+        if spec.backend == "agent":
+            return await self._agents.open(spec)
+        return ReferenceEngine(spec, self._config, self._clock)
+
+
+def reference_config(settings: EngineSettings) -> EngineConfig:
+    """How the reference engine is configured."""
+    return EngineConfig(
+        model=PseudoModel(
+            LengthLaw(settings.length_mean, settings.length_log_std, settings.length_between_prompts),
+            settings.vocabulary,
+        ),
+        curve=Curve(settings.decode_base, settings.decode_per_request, settings.prefill_rate),
+        weights_bytes=settings.weights_bytes,
+        kv_bytes=settings.kv_bytes,
+        sleep_seconds=settings.sleep_seconds,
+        wake_seconds=settings.wake_seconds,
+        load_seconds=settings.load_seconds,
+    )

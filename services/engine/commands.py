@@ -1,0 +1,145 @@
+"""The calls that act on memory, scheduling and caches of replicas.
+
+Invariants: what is wrong for a replica's state is refused before anything reaches its engine; done means that a probe
+confirmed it. Timeouts are wall seconds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from services.engine.domain.calls import Plan
+from services.engine.domain.operations import Operation
+from services.engine.domain.replica import Replica
+from services.engine.domain.spec import WEIGHTS, Cache, PauseMode
+from services.engine.fanout import FanOut, Result, carry_out
+from services.engine.slot import Deadline, Slot
+from services.runtime.errors import TurnoutError, aborted, failed_precondition, invalid_argument, permission_denied
+
+FAULT_PREFIX: Final = "fault_"
+"""Methods of this prefix break an engine on purpose. They do not queue, since a hung engine has to be healed too."""
+
+
+class Commands:
+    """Fan-outs of single calls."""
+
+    def __init__(self, fan_out: FanOut, allowed_methods: frozenset[str]) -> None:
+        self._fan_out = fan_out
+        self._allowed_methods = allowed_methods
+
+    async def sleep(self, slots: Sequence[Slot], level: int | None, mode: PauseMode, timeout: float) -> Operation:
+        """Free memory; None is level AUTO. KEEP is refused: the requests would lose their KV memory."""
+        if mode is PauseMode.KEEP:
+            raise invalid_argument("mode", "requests that are kept would lose their KV memory", value="KEEP")
+
+        async def action(slot: Slot, deadline: Deadline) -> Result:
+            async with slot.exclusive(deadline) as replica:
+                result = await carry_out(slot, replica.plan_sleep(level, mode), deadline)
+                if not result.skipped and not replica.fully_asleep:
+                    raise _unconfirmed(replica, "asleep")
+                return result
+
+        return await self._fan_out.run("Sleep", slots, timeout, action)
+
+    async def wake_up(self, slots: Sequence[Slot], tags: frozenset[str] | None, timeout: float) -> Operation:
+        """Refill memory; None is all tags. An unknown tag refuses the whole call."""
+        if tags is not None:
+            for slot in slots:
+                slot.replica.check_tags(tags)
+
+        async def action(slot: Slot, deadline: Deadline) -> Result:
+            async with slot.exclusive(deadline) as replica:
+                result = await carry_out(slot, replica.plan_wake(tags), deadline)
+                wanted = replica.state.declared_tags if tags is None else tags
+                if not result.skipped and replica.asleep_tags & wanted:
+                    raise _unconfirmed(replica, "awake")
+                return result
+
+        return await self._fan_out.run("WakeUp", slots, timeout, action)
+
+    async def release_kv_cache(self, slots: Sequence[Slot], timeout: float) -> Operation:
+        """Free KV memory."""
+        return await self._planned("ReleaseKvCache", slots, timeout, lambda replica: replica.plan_release_kv())
+
+    async def resume_kv_cache(self, slots: Sequence[Slot], timeout: float) -> Operation:
+        """Refill KV memory."""
+        return await self._planned("ResumeKvCache", slots, timeout, lambda replica: replica.plan_resume_kv())
+
+    async def pause(self, slots: Sequence[Slot], mode: PauseMode, clear_cache: bool, timeout: float) -> Operation:
+        """Stop scheduling."""
+        return await self._planned("Pause", slots, timeout, lambda replica: replica.plan_pause(mode, clear_cache))
+
+    async def resume(self, slots: Sequence[Slot], timeout: float) -> Operation:
+        """Start scheduling."""
+        return await self._planned("Resume", slots, timeout, lambda replica: replica.plan_resume())
+
+    async def reset_caches(
+        self, slots: Sequence[Slot], caches: frozenset[Cache], running: bool, connectors: bool, timeout: float
+    ) -> Operation:
+        """Empty caches; an empty set is all of them."""
+        return await self._planned(
+            "ResetCaches", slots, timeout, lambda replica: replica.plan_reset(caches, running, connectors)
+        )
+
+    async def collective_rpc(
+        self, slots: Sequence[Slot], method: str, arguments_json: str, shard: int | None, timeout: float
+    ) -> Operation:
+        """Call a method of the engines' workers, if the service was started with it allowed."""
+        if method not in self._allowed_methods:
+            raise permission_denied(
+                "METHOD_NOT_ALLOWED", f"this service does not allow method {method!r}", field="method", value=method
+            )
+        _check_arguments(arguments_json)
+
+        async def action(slot: Slot, deadline: Deadline) -> Result:
+            backend = slot.backend
+            if method.startswith(FAULT_PREFIX):
+                return Result(shards=await backend.collective_rpc(method, arguments_json, shard, deadline.left))
+            async with slot.exclusive(deadline) as replica:
+                if WEIGHTS in replica.asleep_tags:
+                    raise failed_precondition(
+                        "TAG_ASLEEP", f"{replica.replica_id}: its weights are asleep", replica_id=replica.replica_id
+                    )
+                work = backend.collective_rpc(method, arguments_json, shard, deadline.left)
+                shards = await slot.command(work, deadline)
+                await slot.refresh(deadline.left)
+                expected = replica.spec.shards if shard is None else 1
+                if sum(answer.ok for answer in shards) < expected:
+                    raise aborted(
+                        "SHARDS_MISSED",
+                        f"{method} reached {len(shards)} of {expected} shards of {replica.replica_id}",
+                        replica_id=replica.replica_id,
+                    )
+                return Result(shards=shards)
+
+        return await self._fan_out.run("CollectiveRpc", slots, timeout, action)
+
+    async def _planned(
+        self, kind: str, slots: Sequence[Slot], timeout: float, plan: Callable[[Replica], Plan]
+    ) -> Operation:
+        async def action(slot: Slot, deadline: Deadline) -> Result:
+            async with slot.exclusive(deadline) as replica:
+                return await carry_out(slot, plan(replica), deadline)
+
+        return await self._fan_out.run(kind, slots, timeout, action)
+
+
+def _check_arguments(arguments_json: str) -> None:
+    if not arguments_json:
+        return
+    try:
+        arguments = json.loads(arguments_json)
+    except ValueError:
+        arguments = None
+    if not isinstance(arguments, dict) or not arguments.keys() <= {"args", "kwargs"}:
+        raise invalid_argument("arguments_json", 'arguments are one JSON object {"args": [...], "kwargs": {...}}')
+
+
+def _unconfirmed(replica: Replica, what: str) -> TurnoutError:
+    return aborted(
+        "NOT_CONFIRMED",
+        f"the engine of {replica.replica_id} said done and is not {what}",
+        replica_id=replica.replica_id,
+    )

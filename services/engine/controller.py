@@ -1,0 +1,113 @@
+"""The engine controller: its parts, put together.
+
+Invariant: whatever acts on the run first passes the fence.
+"""
+
+from __future__ import annotations
+
+import secrets
+
+from services.engine.backends.registry import Backends
+from services.engine.commands import Commands
+from services.engine.domain.fence import Fence
+from services.engine.domain.operations import OperationLog
+from services.engine.domain.spec import ReplicaSpec
+from services.engine.domain.weights import Updates
+from services.engine.fanout import FanOut
+from services.engine.fleet import Fleet
+from services.engine.generation import Generations
+from services.engine.health import Prober
+from services.engine.lending import Lending
+from services.engine.progress import ProgressReader
+from services.engine.reference.faults import FAULTS
+from services.engine.settings import EngineSettings
+from services.engine.slot import Slot
+from services.engine.updating import Updating
+from services.runtime.errors import TurnoutError
+from services.runtime.host import HostContext
+from services.runtime.idempotency import Answers
+from services.runtime.logs import get_logger
+
+ABORT_TIMEOUT_S = 5.0
+"""Wall seconds that an engine has to end a request; then the controller lets go of it."""
+
+_LOG = get_logger("engine")
+
+
+class Controller:
+    """Everything the servicer needs."""
+
+    def __init__(self, settings: EngineSettings, context: HostContext) -> None:
+        self.settings = settings
+        self.context = context
+        self.clock = context.clock
+        self.draining = context.draining
+        self.incarnation = secrets.token_hex(8)
+        self.answers = Answers()
+        self.fence = Fence(settings.run, binds_at_any_call=settings.agent)
+        backends = Backends(settings, context.clock, lambda: self.fence.run_id)
+        self.fleet = Fleet(context.clock, backends.open, settings.probe_timeout)
+        # Ids of operations and updates name the incarnation, so that those of an earlier one are never mistaken.
+        prefix = self.incarnation[:8]
+        self.operations = OperationLog(prefix)
+        fan_out = FanOut(self.operations, context.tasks, context.clock)
+        faults = FAULTS if settings.fault_injection else frozenset()
+        self.commands = Commands(fan_out, frozenset(settings.allow_method) | faults)
+        self.updating = Updating(self.fleet, fan_out, Updates(), context.clock, prefix)
+        self.lending = Lending(self.fleet, fan_out, self.updating)
+        self.generations = Generations(self.fleet, context.clock, context.draining, prefix, ABORT_TIMEOUT_S)
+        self.progress = ProgressReader(self.fleet, self.generations, context.clock)
+        self._prober = Prober(self.fleet, context, settings.probe_interval)
+
+    async def start(self) -> None:
+        """Register the replicas of an agent."""
+        for own in self.settings.own_replicas:
+            spec = ReplicaSpec(own.replica_id, own.role, "reference", weights_loaded=self.settings.replica_weights)
+            self._prober.watch(await self.fleet.register(spec))
+
+    async def register(self, run_id: str, spec: ReplicaSpec) -> Slot:
+        """Add a replica and watch it; the first one binds the run."""
+        self.fence.check_binding(run_id)
+        spec.validate()
+        spec.require_gpus()
+        known = {slot.replica_id for slot in self.fleet.all}
+        bound_before = self.fence.run_id
+        # The agent of the replica is told the run when it is probed.
+        self.fence.bind(run_id)
+        try:
+            slot = await self.fleet.register(spec)
+        except TurnoutError:
+            if not self.fleet.all and not self.fence.epoch:
+                self.fence.run_id = bound_before
+            raise
+        if slot.replica_id not in known:
+            self._prober.watch(slot)
+        return slot
+
+    async def deregister(self, replica_id: str) -> None:
+        """Take a replica out, keeping what its requests have so far."""
+        slot = self.fleet.deregister(replica_id)
+        self.lending.forget(replica_id)
+        self.updating.forget(replica_id)
+        self._prober.report()
+        self.context.tasks.spawn(f"close {replica_id}", self._let_go(slot))
+
+    async def _let_go(self, slot: Slot) -> None:
+        await slot.emptied(ABORT_TIMEOUT_S)
+        await slot.close()
+
+    async def drain(self) -> None:
+        """End the requests; whoever has them repeats them."""
+        self.generations.stop()
+
+    async def close(self) -> None:
+        """Let go of the engines."""
+        for slot in self.fleet.all:
+            try:
+                await slot.close()
+            except TurnoutError as error:
+                _LOG.warning("engine not closed", replica_id=slot.replica_id, reason=error.reason)
+
+    def timeout(self, seconds: float | None) -> float:
+        """Wall seconds that an engine has."""
+        return self.settings.engine_timeout if seconds is None else seconds

@@ -1,0 +1,97 @@
+"""Carries an action out on several replicas at once and records what each of them did.
+
+Invariants: every selected replica gets an outcome; one that fails or hangs delays no other; an operation goes on when
+whoever asked for it has gone, and its outcomes are settled one by one while it runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from services.engine.domain.calls import Plan
+from services.engine.domain.operations import Operation, OperationLog, Outcome, OutcomeKind, Shard
+from services.engine.slot import Deadline, Slot
+from services.runtime.clock import Clock
+from services.runtime.errors import TurnoutError, internal
+from services.runtime.logs import get_logger
+from services.runtime.tasks import Supervisor
+
+ALREADY: Final = "ALREADY"
+"""Reason of a skip: the replica already was as asked."""
+
+_LOG = get_logger("engine")
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What an action did on one replica; `skipped` is the reason if there was nothing to do."""
+
+    skipped: str = ""
+    method: str = ""
+    bytes_freed: int | None = None
+    shards: tuple[Shard, ...] = ()
+
+
+Action = Callable[[Slot, Deadline], Awaitable[Result]]
+
+
+class FanOut:
+    """Runs operations."""
+
+    def __init__(self, log: OperationLog, tasks: Supervisor, clock: Clock) -> None:
+        self.log = log
+        self._tasks = tasks
+        self._clock = clock
+
+    async def run(self, kind: str, slots: Sequence[Slot], timeout: float, action: Action) -> Operation:
+        """Run an action on all these replicas; `timeout` is wall seconds for each. Failures are in the operation."""
+        operation = self.log.begin(kind, (slot.replica_id for slot in slots), self._clock.wall())
+        started = time.monotonic()
+
+        async def everywhere() -> None:
+            await asyncio.gather(*(self._one(operation, slot, timeout, action) for slot in slots))
+            operation.end(time.monotonic() - started)
+
+        # Shielded: a caller that goes away takes nothing with it.
+        await asyncio.shield(self._tasks.spawn(f"{kind} {operation.operation_id}", everywhere()))
+        return operation
+
+    async def _one(self, operation: Operation, slot: Slot, timeout: float, action: Action) -> None:
+        started = time.monotonic()
+        try:
+            result = await action(slot, Deadline(timeout))
+        except TurnoutError as error:
+            outcome = Outcome.failed(slot.replica_id, error, time.monotonic() - started, slot.shards)
+            _LOG.warning("replica failed", call=operation.kind, replica_id=slot.replica_id, reason=error.reason)
+        except Exception:
+            _LOG.exception("action failed unexpectedly", call=operation.kind, replica_id=slot.replica_id)
+            fault = internal("INTERNAL", f"{operation.kind} failed on {slot.replica_id}")
+            outcome = Outcome.failed(slot.replica_id, fault, time.monotonic() - started)
+        else:
+            outcome = Outcome(
+                slot.replica_id,
+                OutcomeKind.SKIPPED if result.skipped else OutcomeKind.DONE,
+                reason=result.skipped,
+                duration=time.monotonic() - started,
+                bytes_freed=result.bytes_freed,
+                method=result.method,
+                shards=result.shards,
+            )
+        operation.settle(outcome)
+
+
+async def carry_out(slot: Slot, plan: Plan, deadline: Deadline) -> Result:
+    """Make the calls of a plan and tell what it came to. The caller has the engine alone."""
+    if plan.skipped:
+        return Result(skipped=plan.skipped)
+    if not plan.calls:
+        return Result(skipped=ALREADY)
+    before = slot.replica.state.memory_bytes
+    await slot.carry_out(plan, deadline)
+    after = slot.replica.state.memory_bytes
+    freed = before - after if before is not None and after is not None and before > after else None
+    return Result(method=plan.method, bytes_freed=freed, shards=slot.shards)

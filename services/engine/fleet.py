@@ -1,0 +1,153 @@
+"""The replicas of the run and who is interested in them.
+
+Invariants: a replica is added only after its engine answered a probe, and once; no GPU belongs to two hybrid
+replicas; every change of a route is seen by whoever watches routes, every change of a replica by whoever watches
+replicas.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
+
+from services.engine.backends.base import Backend
+from services.engine.changes import Changes
+from services.engine.domain.blackout import BlackoutMeter
+from services.engine.domain.placement import Placement
+from services.engine.domain.replica import Replica
+from services.engine.domain.spec import ReplicaSpec, Role, Route
+from services.engine.slot import Slot
+from services.runtime.clock import Clock
+from services.runtime.errors import Code, TurnoutError, already_exists, failed_precondition, not_found, unavailable
+
+OpenBackend = Callable[[ReplicaSpec], Awaitable[Backend]]
+"""Connects to the engine of a replica; refuses unknown backends and options with INVALID_ARGUMENT."""
+
+
+class Fleet:
+    """All replicas of one controller. `probe_timeout` is in wall seconds."""
+
+    def __init__(self, clock: Clock, open_backend: OpenBackend, probe_timeout: float) -> None:
+        self.placement = Placement()
+        self.routes = Changes()
+        self.replicas = Changes()
+        self.blackout = BlackoutMeter(clock.now())
+        self._clock = clock
+        self._open_backend = open_backend
+        self._probe_timeout = probe_timeout
+        self._slots: dict[str, Slot] = {}
+        self._known_routes: dict[str, Route] = {}
+        self._registering = asyncio.Lock()
+
+    # ---------------------------------------------------------------------------------------------------- registration
+
+    async def register(self, spec: ReplicaSpec) -> Slot:
+        """Add a replica; the same spec again gives the one that is there."""
+        spec.validate()
+        async with self._registering:
+            known = self._slots.get(spec.replica_id)
+            if known is not None:
+                if known.replica.spec == spec:
+                    return known
+                raise already_exists(
+                    "REPLICA_EXISTS",
+                    f"{spec.replica_id!r} is registered with another spec",
+                    replica_id=spec.replica_id,
+                )
+            self._refuse_taken_gpus(spec)
+            backend = await self._open_backend(spec)
+            try:
+                slot = Slot(await self._first_probe(spec, backend), backend, self._probe_timeout, self._changed)
+            except BaseException:
+                await backend.close()
+                raise
+            self._slots[spec.replica_id] = slot
+            self.placement.add(spec.replica_id)
+            slot.changed()
+            return slot
+
+    def deregister(self, replica_id: str) -> Slot:
+        """Take a replica out; its requests go on elsewhere. Whoever calls closes the slot."""
+        slot = self.get(replica_id)
+        del self._slots[replica_id]
+        self.placement.remove(replica_id)
+        self._changed(slot)
+        for forward in list(slot.forwards):
+            forward.interrupt()
+        return slot
+
+    async def _first_probe(self, spec: ReplicaSpec, backend: Backend) -> Replica:
+        try:
+            async with asyncio.timeout(self._probe_timeout):
+                state = await backend.probe()
+        except (TimeoutError, TurnoutError) as error:
+            if isinstance(error, TurnoutError) and error.code not in (Code.UNAVAILABLE, Code.DEADLINE_EXCEEDED):
+                raise
+            why = error.message if isinstance(error, TurnoutError) else "it did not answer in time"
+            raise unavailable(
+                "ENGINE_UNREACHABLE",
+                f"the engine of {spec.replica_id!r} cannot be probed: {why}",
+                replica_id=spec.replica_id,
+                field="spec.endpoint",
+                value=spec.endpoint,
+            ) from error
+        return Replica(spec, state)
+
+    def _refuse_taken_gpus(self, spec: ReplicaSpec) -> None:
+        if spec.role is not Role.HYBRID:
+            return
+        for other in self._slots.values():
+            shared = set(spec.gpus) & set(other.replica.spec.gpus)
+            if shared and other.replica.spec.role is Role.HYBRID:
+                gpu = min(shared)
+                raise failed_precondition(
+                    "GPU_TAKEN",
+                    f"GPU {gpu.uuid!r} of node {gpu.node!r} belongs to {other.replica_id!r}",
+                    field="spec.gpus",
+                    node=gpu.node,
+                    uuid=gpu.uuid,
+                    replica_id=other.replica_id,
+                )
+
+    # --------------------------------------------------------------------------------------------------------- reading
+
+    def get(self, replica_id: str) -> Slot:
+        """The replica, or NOT_FOUND / REPLICA_NOT_FOUND."""
+        slot = self._slots.get(replica_id)
+        if slot is None:
+            raise not_found("REPLICA_NOT_FOUND", f"no replica {replica_id!r}", replica_id=replica_id)
+        return slot
+
+    def holds(self, slot: Slot) -> bool:
+        """Whether this very slot is still registered."""
+        return self._slots.get(slot.replica_id) is slot
+
+    def select(self, replica_ids: Iterable[str] = (), roles: Iterable[Role] = ()) -> list[Slot]:
+        """Replicas by id; both empty is all of them."""
+        ids = set(replica_ids)
+        chosen = [self.get(replica_id) for replica_id in sorted(ids)] if ids else self.all
+        wanted = set(roles)
+        return [slot for slot in chosen if not wanted or slot.replica.spec.role in wanted]
+
+    @property
+    def all(self) -> list[Slot]:
+        """All replicas, by id."""
+        return [self._slots[replica_id] for replica_id in sorted(self._slots)]
+
+    def usable(self) -> list[str]:
+        """Replicas on which requests may be placed."""
+        return [slot.replica_id for slot in self._slots.values() if slot.replica.route is not Route.OUT]
+
+    # --------------------------------------------------------------------------------------------------------- changes
+
+    def _changed(self, slot: Slot) -> None:
+        self.replicas.notify()
+        route = slot.replica.route if self.holds(slot) else None
+        if self._known_routes.get(slot.replica_id) is route:
+            return
+        if route is None:
+            del self._known_routes[slot.replica_id]
+        else:
+            self._known_routes[slot.replica_id] = route
+        self.blackout.change(self._clock.now(), Route.SERVING in self._known_routes.values())
+        self.routes.notify()

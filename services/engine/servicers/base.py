@@ -1,0 +1,73 @@
+"""What all calls share."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
+
+from services.engine.controller import Controller
+from services.engine.domain.operations import Operation
+from services.engine.slot import Slot
+from services.engine.wire.enums import ROLES
+from services.runtime.errors import require_positive
+from services.runtime.idempotency import fingerprint
+from services.runtime.waits import duration_seconds
+from turnout.engine.v1 import engine_pb2 as pb
+
+T = TypeVar("T")
+
+
+class Calls:
+    """A part of the servicer."""
+
+    def __init__(self, controller: Controller) -> None:
+        self._controller = controller
+
+    def _read(self, run_id: str) -> Controller:
+        """The controller, for a call that only reads or that needs no epoch."""
+        self._controller.fence.require_run(run_id)
+        return self._controller
+
+    def _select(self, selector: pb.ReplicaSelector) -> list[Slot]:
+        roles = [ROLES.read("selector.roles", role) for role in selector.roles]
+        return self._controller.fleet.select(selector.replica_ids, roles)
+
+    def _command(self, run_id: str, epoch: int | None) -> Controller:
+        """The controller, for a call that a trainer makes."""
+        self._controller.fence.check(run_id, epoch)
+        self._controller.draining.check()
+        return self._controller
+
+    def _timeout(self, duration: Duration | None) -> float:
+        if duration is None:
+            return self._controller.timeout(None)
+        return require_positive("timeout", duration_seconds(duration, "timeout"))
+
+    async def _once(self, request: Message, run_id: str, request_id: str, execute: Callable[[], Awaitable[T]]) -> T:
+        """Execute a mutation, or give the answer that its request_id got before."""
+        call = type(request).__name__.removesuffix("Request")
+        now = self._controller.clock.wall()
+        return await self._controller.answers.once(run_id, call, request_id, fingerprint(request), now, execute)
+
+
+def succeeded(operation: Operation) -> Operation:
+    """The operation, if no replica failed; otherwise its PARTIAL error."""
+    error = operation.error()
+    if error is not None:
+        raise error
+    return operation
+
+
+def optional_epoch(request: Message) -> int | None:
+    """The epoch of a request that has the field."""
+    epoch: int | None = getattr(request, "epoch") if request.HasField("epoch") else None  # noqa: B009
+    return epoch
+
+
+def optional_timeout(request: Message) -> Duration | None:
+    """The timeout of a request that has the field."""
+    timeout: Duration | None = getattr(request, "timeout") if request.HasField("timeout") else None  # noqa: B009
+    return timeout

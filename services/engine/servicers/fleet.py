@@ -1,0 +1,92 @@
+"""Calls about the run and its replicas."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import grpc.aio
+
+from services.engine.servicers.base import Calls
+from services.engine.slot import Slot
+from services.engine.wire.replicas import read_spec, write_replica
+from turnout.engine.v1 import engine_pb2 as pb
+
+Context = grpc.aio.ServicerContext
+
+
+class FleetCalls(Calls):
+    """OpenEpoch, registration and reading of replicas."""
+
+    async def OpenEpoch(
+        self, request: pb.OpenEpochRequest, context: Context[pb.OpenEpochRequest, pb.OpenEpochResponse]
+    ) -> pb.OpenEpochResponse:
+        controller = self._controller
+        controller.fence.check_binding(request.run_id)
+
+        async def execute() -> pb.OpenEpochResponse:
+            epoch = controller.fence.open_epoch(request.run_id, request.epoch if request.HasField("epoch") else None)
+            return pb.OpenEpochResponse(epoch=epoch, incarnation=controller.incarnation)
+
+        return await self._once(request, request.run_id, request.request_id, execute)
+
+    async def Register(
+        self, request: pb.RegisterRequest, context: Context[pb.RegisterRequest, pb.RegisterResponse]
+    ) -> pb.RegisterResponse:
+        spec = read_spec(request.spec)
+
+        async def execute() -> pb.RegisterResponse:
+            slot = await self._controller.register(request.run_id, spec)
+            return pb.RegisterResponse(replica=self._write(slot))
+
+        return await self._once(request, request.run_id, request.request_id, execute)
+
+    async def Deregister(
+        self, request: pb.DeregisterRequest, context: Context[pb.DeregisterRequest, pb.DeregisterResponse]
+    ) -> pb.DeregisterResponse:
+        controller = self._read(request.run_id)
+
+        async def execute() -> pb.DeregisterResponse:
+            await controller.deregister(request.replica_id)
+            return pb.DeregisterResponse()
+
+        return await self._once(request, request.run_id, request.request_id, execute)
+
+    async def ListReplicas(
+        self, request: pb.ListReplicasRequest, context: Context[pb.ListReplicasRequest, pb.ListReplicasResponse]
+    ) -> pb.ListReplicasResponse:
+        controller = self._read(request.run_id)
+        return pb.ListReplicasResponse(
+            replicas=[self._write(slot) for slot in self._select(request.selector)],
+            incarnation=controller.incarnation,
+            epoch=controller.fence.epoch,
+        )
+
+    async def WatchReplicas(
+        self, request: pb.WatchReplicasRequest, context: Context[pb.WatchReplicasRequest, pb.WatchReplicasResponse]
+    ) -> AsyncIterator[pb.WatchReplicasResponse]:
+        controller = self._read(request.run_id)
+        self._select(request.selector)
+        wanted = set(request.selector.replica_ids)
+        roles = pb.ReplicaSelector(roles=request.selector.roles)
+        told: dict[str, bytes] = {}
+        first = True
+        while True:
+            version = controller.fleet.replicas.version
+            slots = [slot for slot in self._select(roles) if not wanted or slot.replica_id in wanted]
+            now = {slot.replica_id: self._without_counts(slot) for slot in slots}
+            changed = [self._write(slot) for slot in slots if told.get(slot.replica_id) != now[slot.replica_id]]
+            removed = sorted(told.keys() - now.keys())
+            if first or changed or removed:
+                yield pb.WatchReplicasResponse(changed=changed, removed=removed, incarnation=controller.incarnation)
+            told, first = now, False
+            await controller.draining.race(controller.fleet.replicas.beyond(version))
+
+    def _write(self, slot: Slot) -> pb.Replica:
+        load = self._controller.fleet.placement.load(slot.replica_id)
+        running = len(slot.forwards)
+        return write_replica(slot, running, max(0, load - running))
+
+    @staticmethod
+    def _without_counts(slot: Slot) -> bytes:
+        # Counts change with every request; they alone are no change worth a message.
+        return write_replica(slot, 0, 0).SerializeToString(deterministic=True)

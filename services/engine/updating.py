@@ -1,0 +1,411 @@
+"""Weight transactions over the replicas.
+
+Invariants: a replica takes requests again only when its engine said that all weights arrived, its caches were reset
+and its version was stamped; whoever is taken back in the middle leaves the transaction, half-updated if bytes had
+come; one slow replica holds up the bytes of the others only once it is `BUFFERED_CHUNKS` behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import google_crc32c
+
+from services.engine.changes import Changes
+from services.engine.domain.operations import Operation
+from services.engine.domain.rendezvous import Rendezvous
+from services.engine.domain.replica import Replica, UpdateKind
+from services.engine.domain.spec import Gpu, Weights
+from services.engine.domain.weights import Update, Updates, require_members, split_waves
+from services.engine.fanout import FanOut, Result, carry_out
+from services.engine.fleet import Fleet
+from services.engine.slot import Deadline, Slot
+from services.runtime.clock import Clock
+from services.runtime.errors import (
+    TurnoutError,
+    aborted,
+    data_loss,
+    deadline_exceeded,
+    failed_precondition,
+    invalid_argument,
+    require_non_negative,
+)
+from services.runtime.logs import get_logger
+
+BUFFERED_CHUNKS: Final = 256
+"""Chunks kept for a replica that is slower than the trainer: 256 MiB of the usual ones, which all replicas share."""
+
+_LOG = get_logger("engine")
+
+
+@dataclass(frozen=True, slots=True)
+class Ack:
+    """The trainer's word on one replica."""
+
+    ok: bool
+    checksum: str = ""
+
+
+@dataclass(slots=True)
+class _Feed:
+    """Chunks on their way to one replica; an error or None ends them."""
+
+    queue: asyncio.Queue[bytes | TurnoutError | None] = field(
+        default_factory=lambda: asyncio.Queue(maxsize=BUFFERED_CHUNKS)
+    )
+    closed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def put(self, item: bytes | TurnoutError | None) -> None:
+        """Hand on, unless the replica has failed meanwhile."""
+        if not self.queue.full():
+            self.queue.put_nowait(item)
+            return
+        waits = [asyncio.ensure_future(self.queue.put(item)), asyncio.ensure_future(self.closed.wait())]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+    async def chunks(self, first: Callable[[], None], deadline: Deadline) -> AsyncIterator[bytes]:
+        """The chunks as they come; `first` is called before the first one."""
+        begun = False
+        while (item := await self.queue.get()) is not None:
+            if isinstance(item, TurnoutError):
+                raise item
+            if not begun:
+                first()
+                begun = True
+            deadline.restart()
+            yield item
+        deadline.restart()
+
+
+class Updating:
+    """Opens, feeds, commits and aborts transactions."""
+
+    def __init__(self, fleet: Fleet, fan_out: FanOut, updates: Updates, clock: Clock, prefix: str) -> None:
+        self._fleet = fleet
+        self._fan_out = fan_out
+        self._updates = updates
+        self._clock = clock
+        self._prefix = prefix
+        self._next = 1
+        self._rendezvous = Rendezvous()
+        self._meetings = Changes()
+        self._dark_before: dict[str, float] = {}
+
+    # ------------------------------------------------------------------------------------------------------------
+    # begin
+
+    async def begin(
+        self,
+        slots: Sequence[Slot],
+        kind: UpdateKind,
+        version: int,
+        *,
+        adapter: bool,
+        keep_requests: bool,
+        staggered: bool,
+        timeout: float,
+    ) -> tuple[Update, Operation]:
+        """Open a transaction and prepare its first wave; fails only if no replica of it got ready."""
+        require_non_negative("weight_version", version)
+        if not slots:
+            raise failed_precondition("NO_REPLICA", "no replica is selected", field="selector")
+        for slot in slots:
+            slot.replica.check_update(kind, version, adapter)
+            self._refuse_member_of_another(slot)
+        update = Update(f"{self._prefix}-u{self._next}", kind, version, adapter, keep_requests)
+        self._next += 1
+        update.later = split_waves([slot.replica_id for slot in slots], staggered)
+        self._updates.add(update)
+        self._dark_before[update.update_id] = self._fleet.blackout.total(self._clock.now())
+        operation = await self._open_wave(update, timeout)
+        if not update.wave:
+            self._close(update)
+            raise operation.error() or aborted("UPDATE_CLOSED", "the replicas were taken away meanwhile")
+        return update, operation
+
+    async def _open_wave(self, update: Update, timeout: float) -> Operation:
+        wave = set(update.next_wave())
+        slots = [slot for slot in self._fleet.all if slot.replica_id in wave]
+
+        async def action(slot: Slot, deadline: Deadline) -> Result:
+            try:
+                async with slot.exclusive(deadline) as replica:
+                    return await self._prepare(update, slot, replica, deadline)
+            except TurnoutError:
+                update.drop(slot.replica_id)
+                raise
+
+        return await self._fan_out.run("BeginWeightUpdate", slots, timeout, action)
+
+    async def _prepare(self, update: Update, slot: Slot, replica: Replica, deadline: Deadline) -> Result:
+        replica.check_update(update.kind, update.version, update.adapter)
+        plan = replica.open_update(update.update_id, update.kind, update.keep_requests)
+        slot.changed()
+        try:
+            if update.kind is UpdateKind.AWAKE:
+                update.tokens_recomputed += await self._tokens_running(slot, deadline)
+            result = await carry_out(slot, plan, deadline)
+            self._refuse_gone(update, replica)
+            await slot.command(
+                slot.backend.start_weight_update(update.version, update.adapter, deadline.left), deadline
+            )
+            self._refuse_gone(update, replica)
+        except TurnoutError:
+            await self._let_go(update, slot, replica, deadline)
+            raise
+        return Result(method=result.method, bytes_freed=result.bytes_freed)
+
+    async def _let_go(self, update: Update, slot: Slot, replica: Replica, deadline: Deadline) -> None:
+        """A replica did not get ready: no byte reached it, so it goes on with its old weights if it can."""
+        if replica.update_id != update.update_id:
+            return
+        plan = replica.plan_abandon(touched=False)
+        try:
+            await slot.carry_out(plan, deadline)
+        except TurnoutError as error:
+            _LOG.warning("replica did not go on after a failed update", replica_id=slot.replica_id, reason=error.reason)
+
+    @staticmethod
+    async def _tokens_running(slot: Slot, deadline: Deadline) -> int:
+        if not slot.forwards:
+            return 0
+        progress = await slot.command(slot.backend.progress(), deadline)
+        return sum(
+            forward.prompt_tokens + progress.output_tokens.get(forward.engine_id, forward.output_tokens)
+            for forward in slot.forwards
+        )
+
+    # -------------------------------------------------------------------------------------------------------------
+    # feed
+
+    async def feed(
+        self,
+        update_id: str,
+        replica_ids: Sequence[str],
+        size: int,
+        info_json: str,
+        frames: AsyncIterator[bytes | int],
+        timeout: float,
+    ) -> Operation:
+        """Move bytes to replicas of the wave. `frames` are chunks, the last one is their CRC32C as a number."""
+        update = self._updates.require_open(update_id)
+        require_non_negative("size", size)
+        require_members(update, replica_ids, "replica_ids")
+        wanted = set(replica_ids) or update.wave
+        slots = [slot for slot in self._fleet.all if slot.replica_id in wanted]
+        feeds = {slot.replica_id: _Feed() for slot in slots}
+
+        async def action(slot: Slot, deadline: Deadline) -> Result:
+            feed = feeds[slot.replica_id]
+            try:
+                async with slot.exclusive(deadline) as replica:
+                    self._refuse_gone(update, replica)
+                    replica.check_commit()
+
+                    def touch() -> None:
+                        self._refuse_gone(update, replica)
+                        replica.touch()
+                        update.touched.add(slot.replica_id)
+
+                    chunks = feed.chunks(touch, deadline)
+                    work = slot.backend.update_weights(size, info_json, chunks, deadline.timeout)
+                    await slot.command(work, deadline)
+                    return Result()
+            finally:
+                feed.closed.set()
+
+        moving = asyncio.ensure_future(self._fan_out.run("UpdateWeights", slots, timeout, action))
+        fault: TurnoutError | None = aborted("WEIGHTS_INCOMPLETE", "the stream ended before its last frame")
+        try:
+            fault = await self._hand_out(frames, size, list(feeds.values()))
+        except TurnoutError as error:
+            fault = error
+        finally:
+            for feed in feeds.values():
+                await feed.put(fault)
+        operation = await moving
+        if fault is not None:
+            raise fault
+        return operation
+
+    @staticmethod
+    async def _hand_out(frames: AsyncIterator[bytes | int], size: int, feeds: list[_Feed]) -> TurnoutError | None:
+        crc, moved = 0, 0
+        async for frame in frames:
+            if isinstance(frame, int):
+                if moved != size:
+                    return invalid_argument("size", f"{moved} bytes came, {size} were announced", value=size)
+                if frame != crc:
+                    return data_loss("CRC_MISMATCH", "the weights were damaged on their way", value=frame, current=crc)
+                return None
+            moved += len(frame)
+            crc = google_crc32c.extend(crc, frame)
+            for feed in feeds:
+                await feed.put(frame)
+        return aborted("WEIGHTS_INCOMPLETE", "the stream ended before its last frame")
+
+    # ------------------------------------------------------------------------------------------------------- commit,
+    # abort
+
+    async def commit(self, update_id: str, acks: Mapping[str, Ack], timeout: float) -> tuple[Update, Operation]:
+        """Stamp the acknowledged replicas of the wave and let them go on; then open the next wave."""
+        update = self._updates.require_open(update_id)
+        require_members(update, (key for key in acks if key not in update.members), "acks")
+        slots = [slot for slot in self._fleet.all if slot.replica_id in update.wave]
+
+        async def action(slot: Slot, deadline: Deadline) -> Result:
+            ack = acks.get(slot.replica_id)
+            if ack is None or not ack.ok:
+                raise aborted(
+                    "NOT_ACKNOWLEDGED",
+                    f"the trainer did not say that {slot.replica_id} has all weights",
+                    replica_id=slot.replica_id,
+                )
+            async with slot.exclusive(deadline) as replica:
+                await self._commit(update, slot, replica, ack, deadline)
+            return Result()
+
+        operation = await self._fan_out.run("CommitWeightUpdate", slots, timeout, action)
+        while not update.wave and update.later:
+            await self._open_wave(update, timeout)
+        if update.complete:
+            self._close(update)
+        return update, operation
+
+    async def _commit(self, update: Update, slot: Slot, replica: Replica, ack: Ack, deadline: Deadline) -> None:
+        self._refuse_gone(update, replica)
+        replica.check_commit()
+        if slot.replica_id not in update.finished:
+            await slot.command(slot.backend.finish_weight_update(ack.checksum, deadline.left), deadline)
+            self._refuse_gone(update, replica)
+            update.finished.add(slot.replica_id)
+        await slot.carry_out(replica.stamp(update.version, update.adapter), deadline)
+        self._refuse_gone(update, replica)
+        replica.close_update()
+        update.drop(slot.replica_id)
+        await slot.refresh(deadline.left)
+        if not update.adapter and replica.weights is not Weights.INTACT:
+            raise aborted(
+                "NOT_CONFIRMED",
+                f"the engine of {replica.replica_id} does not confirm that its weights are complete",
+                replica_id=replica.replica_id,
+            )
+
+    async def abort(self, update_id: str, timeout: float) -> tuple[Operation, list[str]]:
+        """Give a transaction up; returns the replicas that are half-updated now. A closed one stays closed."""
+        update = self._updates.find(update_id)
+        wave = set(update.wave)
+        slots = [slot for slot in self._fleet.all if slot.replica_id in wave]
+        self._close(update)
+        half_updated: list[str] = []
+
+        async def action(slot: Slot, deadline: Deadline) -> Result:
+            # Until the engine says otherwise it must be taken as touched.
+            touched = True
+            try:
+                async with slot.exclusive(deadline) as replica:
+                    if replica.update_id != update.update_id:
+                        return Result(skipped="LEFT_UPDATE")
+                    work = slot.backend.abort_weight_update(deadline.left)
+                    touched = await slot.command(work, deadline) or slot.replica_id in update.touched
+                    await slot.carry_out(replica.plan_abandon(touched), deadline)
+                    return Result()
+            finally:
+                if slot.replica.update_id == update.update_id:
+                    slot.replica.plan_abandon(touched=True)
+                if touched:
+                    half_updated.append(slot.replica_id)
+                slot.changed()
+
+        operation = await self._fan_out.run("AbortWeightUpdate", slots, timeout, action)
+        return operation, sorted(half_updated)
+
+    def blackout(self, update: Update) -> float:
+        """Domain seconds of this transaction during which nothing was decoding."""
+        if update.closed:
+            return update.blackout
+        return self._fleet.blackout.total(self._clock.now()) - self._dark_before[update.update_id]
+
+    # ------------------------------------------------------------------------------------------- vacated GPUs,
+    # meetings
+
+    def vacated(self, update_id: str, gpus: Iterable[Gpu]) -> list[Gpu]:
+        """The trainer freed these devices; returns those of the transaction that are missing."""
+        update = self._updates.find(update_id)
+        freed = frozenset(gpus)
+        missing: set[Gpu] = set()
+        for slot in self._fleet.all:
+            if slot.replica_id in update.members:
+                slot.replica.vacate(freed)
+                missing |= slot.replica.unvacated
+                slot.changed()
+        return sorted(missing)
+
+    async def exchange(
+        self, update_id: str, name: str, participant: str, participants: list[str], blob: bytes, max_wait: float
+    ) -> Mapping[str, bytes]:
+        """Bring bytes to a meeting and wait at most `max_wait` wall seconds for those of the others."""
+        update = self._updates.require_open(update_id)
+        meeting = self._rendezvous.join(update_id, name, participant, participants, blob)
+        self._meetings.notify()
+        try:
+            async with asyncio.timeout(max_wait):
+                while not meeting.full:
+                    self._updates.require_open(update.update_id)
+                    await self._meetings.beyond(self._meetings.version)
+        except TimeoutError:
+            raise deadline_exceeded(
+                "RENDEZVOUS_INCOMPLETE",
+                f"meeting {name!r} waits for {', '.join(meeting.missing)[:200]}",
+                name=name,
+                missing=meeting.missing[0],
+            ) from None
+        return dict(meeting.blobs)
+
+    # -----------------------------------------------------------------------------------------------------------
+    # helpers
+
+    def forget(self, replica_id: str) -> None:
+        """A replica was deregistered or taken back."""
+        for update in self._updates.open:
+            update.drop(replica_id)
+            if update.complete:
+                self._close(update)
+
+    def _close(self, update: Update) -> None:
+        if update.closed:
+            return
+        update.blackout = self.blackout(update)
+        update.closed = True
+        update.wave.clear()
+        update.later.clear()
+        del self._dark_before[update.update_id]
+        self._rendezvous.forget(update.update_id)
+        self._meetings.notify()
+
+    def _refuse_member_of_another(self, slot: Slot) -> None:
+        for update in self._updates.open:
+            if slot.replica_id in update.wave or slot.replica_id in update.remaining:
+                raise failed_precondition(
+                    "UPDATE_OPEN",
+                    f"{slot.replica_id} is in weight update {update.update_id!r}",
+                    replica_id=slot.replica_id,
+                    update_id=update.update_id,
+                )
+
+    @staticmethod
+    def _refuse_gone(update: Update, replica: Replica) -> None:
+        if replica.update_id != update.update_id:
+            raise aborted(
+                "LEFT_UPDATE",
+                f"{replica.replica_id} was taken out of weight update {update.update_id!r}",
+                replica_id=replica.replica_id,
+                update_id=update.update_id,
+            )

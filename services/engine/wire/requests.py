@@ -1,0 +1,137 @@
+"""Requests for output on the wire."""
+
+from __future__ import annotations
+
+from services.engine.backends.base import EngineOutput, EngineRequest
+from services.engine.domain.requests import Generation, JoinKey, Sampling, Segment, Span, default_seed
+from services.engine.generation import DeltaEvent, DoneEvent, Event, PlacedEvent
+from services.engine.wire.enums import FINISHES
+from services.runtime.waits import duration_seconds
+from turnout.engine.v1 import engine_pb2 as pb
+
+DELTA_TOKENS = 64
+DELTA_INTERVAL_S = 0.5
+
+
+def read_generation(request: pb.GenerateRequest) -> Generation:
+    """A request as the domain knows it."""
+    delta_tokens = request.delta_tokens if request.HasField("delta_tokens") else DELTA_TOKENS
+    interval = 0.0 if delta_tokens == 0 else DELTA_INTERVAL_S
+    if request.HasField("delta_interval"):
+        interval = duration_seconds(request.delta_interval, "delta_interval")
+    return Generation(
+        request_id=request.request_id,
+        prompt=list(request.prompt_token_ids),
+        max_tokens=request.max_tokens,
+        sampling=_read_sampling(request),
+        output=list(request.output_token_ids),
+        segments=[
+            Segment(
+                segment.tokens,
+                segment.weight_version if segment.HasField("weight_version") else None,
+                segment.replica_id,
+                segment.continued,
+            )
+            for segment in request.output_segments
+        ],
+        join_key=_read_join_key(request.join_key) if request.HasField("join_key") else None,
+        session_id=request.session_id,
+        delta_tokens=delta_tokens,
+        delta_interval=interval,
+        pinned_to=request.replica_id,
+    )
+
+
+def write_event(event: Event, generation: Generation) -> pb.GenerateResponse:
+    """An event as it travels."""
+    match event:
+        case PlacedEvent(replica_id=replica_id, parked=parked):
+            return pb.GenerateResponse(placed=pb.Placed(replica_id=replica_id, parked=parked))
+        case DeltaEvent(token_ids=token_ids, logprobs=logprobs):
+            return pb.GenerateResponse(delta=pb.Delta(token_ids=token_ids, logprobs=logprobs))
+        case DoneEvent(finish=finish, token_ids=token_ids, logprobs=logprobs):
+            return pb.GenerateResponse(
+                done=pb.GenerateDone(
+                    finish_reason=FINISHES.write(finish),
+                    rest=pb.Delta(token_ids=token_ids, logprobs=logprobs),
+                    segments=[_write_segment(segment) for segment in generation.segments],
+                )
+            )
+
+
+def write_engine_request(run_id: str, replica_id: str, request: EngineRequest) -> pb.GenerateRequest:
+    """A request for one replica of an agent."""
+    sampling = request.sampling
+    message = pb.GenerateRequest(
+        run_id=run_id,
+        replica_id=replica_id,
+        request_id=request.request_id,
+        prompt_token_ids=request.prompt,
+        output_token_ids=request.output,
+        max_tokens=request.max_tokens,
+        sampling=pb.Sampling(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            seed=sampling.seed,
+            stop_token_ids=sampling.stop_token_ids,
+            logprobs=sampling.logprobs,
+        ),
+        delta_tokens=request.delta_tokens,
+    )
+    if request.output:
+        # The agent only has to see that the lengths add up; the controller keeps the true segments.
+        message.output_segments.add(tokens=len(request.output))
+    message.delta_interval.FromMicroseconds(round(request.delta_interval * 1e6))
+    if request.join_key is not None:
+        message.join_key.CopyFrom(write_join_key(request.join_key))
+    return message
+
+
+def read_output(response: pb.GenerateResponse, given: int) -> EngineOutput | None:
+    """What an agent's event means to the controller; `given` is how many tokens of output the agent was sent."""
+    match response.WhichOneof("event"):
+        case "delta":
+            return EngineOutput(response.delta.token_ids, response.delta.logprobs)
+        case "done":
+            done = response.done
+            segments = done.segments[1:] if given else done.segments
+            spans = tuple(Span(segment.tokens, segment.weight_version) for segment in segments)
+            return EngineOutput(
+                done.rest.token_ids,
+                done.rest.logprobs,
+                FINISHES.read("finish_reason", done.finish_reason),
+                spans,
+            )
+        case _:
+            return None
+
+
+def write_join_key(key: JoinKey) -> pb.JoinKey:
+    """The trajectory as it travels."""
+    return pb.JoinKey(partition=key.partition, group_id=key.group_id, trajectory=key.trajectory, attempt=key.attempt)
+
+
+def _read_join_key(key: pb.JoinKey) -> JoinKey:
+    return JoinKey(key.partition, key.group_id, key.trajectory, key.attempt)
+
+
+def _read_sampling(request: pb.GenerateRequest) -> Sampling:
+    sampling = request.sampling
+    return Sampling(
+        temperature=sampling.temperature if sampling.HasField("temperature") else 1.0,
+        top_p=sampling.top_p if sampling.HasField("top_p") else 1.0,
+        top_k=sampling.top_k,
+        seed=sampling.seed if sampling.HasField("seed") else default_seed(request.request_id),
+        stop_token_ids=tuple(sampling.stop_token_ids),
+        logprobs=sampling.logprobs,
+    )
+
+
+def _write_segment(segment: Segment) -> pb.OutputSegment:
+    return pb.OutputSegment(
+        tokens=segment.tokens,
+        weight_version=segment.weight_version,
+        replica_id=segment.replica_id,
+        continued=segment.continued,
+    )
