@@ -20,6 +20,9 @@ GPUS_PER_REPLICA: Final = 4
 REPLICAS_PER_NODE: Final = 2
 """Eight GPUs per node."""
 
+WEIGHT_BYTES: Final = 1 << 20
+"""Of each replica: enough to be moved in earnest, little enough not to be what the demo measures."""
+
 SMALLEST_TIME_SCALE: Final = 0.001
 """Below a millisecond per second a job measures the machine's scheduler instead of ours."""
 

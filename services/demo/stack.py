@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from services.demo.assignment import READY, Assignment
-from services.demo.job import GPUS_PER_REPLICA, REPLICAS_PER_NODE, Job
+from services.demo.job import GPUS_PER_REPLICA, REPLICAS_PER_NODE, WEIGHT_BYTES, Job
 from services.processes.child import ChildSpec
 from services.processes.fleet import Fleet
 from services.processes.service import service_spec
@@ -82,17 +82,20 @@ def _agent_spec(job: Job, node: Node, scale: tuple[str, ...]) -> ChildSpec:
         "--sleep-seconds": job.reclaim_s if hybrid else 0.0,
         "--wake-seconds": wake_s if hybrid else 0.0,
         "--load-seconds": load_s,
-        "--decode-base-seconds": job.decode_base_s,
-        "--decode-slope-seconds": job.decode_slope_s,
-        "--prefill-tokens-per-second": job.prefill_tokens_per_s,
-        "--mean-tokens": job.mean_tokens,
+        "--decode-base": job.decode_base_s,
+        "--decode-per-request": job.decode_slope_s,
+        "--prefill-rate": job.prefill_tokens_per_s,
+        "--length-mean": job.mean_tokens,
         "--length-log-std": job.log_std,
-        "--between-prompts": job.between_prompts,
+        "--length-between-prompts": job.between_prompts,
+        "--weights-bytes": WEIGHT_BYTES,
     }
     flags = [text for name, value in arguments.items() for text in (name, repr(value))]
     for replica_id in node.replica_ids:
         flags += ["--replica", f"{replica_id}:{node.role}"]
-    return service_spec("engine", "--agent", *_ANY_PORT, *_QUIET, *scale, *flags, name=f"agent of {node.name}")
+    return service_spec(
+        "engine", "--agent", "--no-replica-weights", *_ANY_PORT, *_QUIET, *scale, *flags, name=f"agent of {node.name}"
+    )
 
 
 def _registration(job: Job, node: Node, replica_id: str, target: str) -> engine_pb2.RegisterRequest:

@@ -21,7 +21,7 @@ import numpy as np
 import uvloop
 
 from services.demo.assignment import PARTITION, Assignment
-from services.demo.job import Job
+from services.demo.job import WEIGHT_BYTES, Job
 from services.demo.prompts import Draw, draws, load_prompts
 from services.demo.report import Reporter
 from turnout.buffer.v1 import buffer_pb2
@@ -29,9 +29,6 @@ from turnout.client import duration
 from turnout.scheduler.v1 import scheduler_pb2
 from turnout.trainer import AsyncBatch, AsyncTrainerHooks, Moved, TrainerSetup, WeightTarget
 from turnout.worker import pack
-
-WEIGHT_BYTES: Final = 1 << 20
-"""Enough to be moved in earnest, little enough not to be what the demo measures."""
 
 CLAIM_S: Final = 3600.0
 """Domain seconds. Far above the longest response, so that claims need not be renewed all the time."""
