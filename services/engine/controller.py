@@ -14,7 +14,7 @@ from services.engine.domain.operations import OperationLog
 from services.engine.domain.spec import ReplicaSpec
 from services.engine.domain.weights import Updates
 from services.engine.fanout import FanOut
-from services.engine.fleet import Fleet
+from services.engine.fleet import Fleet, OpenBackend
 from services.engine.generation import Generations
 from services.engine.health import Prober
 from services.engine.lending import Lending
@@ -37,7 +37,7 @@ _LOG = get_logger("engine")
 class Controller:
     """Everything the servicer needs."""
 
-    def __init__(self, settings: EngineSettings, context: HostContext) -> None:
+    def __init__(self, settings: EngineSettings, context: HostContext, open_backend: OpenBackend | None = None) -> None:
         self.settings = settings
         self.context = context
         self.clock = context.clock
@@ -45,8 +45,9 @@ class Controller:
         self.incarnation = secrets.token_hex(8)
         self.answers = Answers()
         self.fence = Fence(settings.run, binds_at_any_call=settings.agent)
-        backends = Backends(settings, context.clock, lambda: self.fence.run_id)
-        self.fleet = Fleet(context.clock, backends.open, settings.probe_timeout)
+        if open_backend is None:
+            open_backend = Backends(settings, context.clock, lambda: self.fence.run_id).open
+        self.fleet = Fleet(context.clock, open_backend, settings.probe_timeout)
         # Ids of operations and updates name the incarnation, so that those of an earlier one are never mistaken.
         prefix = self.incarnation[:8]
         self.operations = OperationLog(prefix)

@@ -46,10 +46,10 @@ class PlacedEvent:
 
 @dataclass(frozen=True, slots=True)
 class DeltaEvent:
-    """New output."""
+    """New output, in stretches."""
 
-    token_ids: list[int]
-    logprobs: list[float]
+    token_ids: Sequence[Sequence[int]]
+    logprobs: Sequence[Sequence[float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +57,13 @@ class DoneEvent:
     """The end: output that no delta carried. The segments are those of the generation."""
 
     finish: Finish
-    token_ids: list[int]
-    logprobs: list[float]
+    token_ids: Sequence[Sequence[int]]
+    logprobs: Sequence[Sequence[float]]
 
 
 Event = PlacedEvent | DeltaEvent | DoneEvent
 
-MORE: Final = DeltaEvent([], [])
+MORE: Final = DeltaEvent((), ())
 """A step inside: the output has grown."""
 
 
@@ -127,10 +127,9 @@ class Generations:
                 "REQUEST_LIVE", f"request {generation.request_id!r} is live", request_id=generation.request_id
             )
         live = self._live[generation.request_id] = Live(generation)
-        sent = len(generation.output)
-        sent_logprobs = 0
+        sent, sent_logprobs = generation.output.count, 0
         try:
-            finish: Finish | None = Finish.LENGTH if sent >= generation.max_tokens else None
+            finish: Finish | None = Finish.LENGTH if len(generation.output) >= generation.max_tokens else None
             steps = self._pinned(live) if generation.pinned_to else self._roam(live)
             async with aclosing(steps):
                 while finish is None:
@@ -139,14 +138,14 @@ class Generations:
                         finish = step
                     elif isinstance(step, PlacedEvent):
                         yield step
-                    elif generation.delta_tokens and len(generation.output) > sent:
-                        yield DeltaEvent(generation.output[sent:], generation.logprobs[sent_logprobs:])
-                        sent, sent_logprobs = len(generation.output), len(generation.logprobs)
+                    elif generation.delta_tokens and generation.output.count > sent:
+                        yield DeltaEvent(generation.output.since(sent), generation.logprobs.since(sent_logprobs))
+                        sent, sent_logprobs = generation.output.count, generation.logprobs.count
         finally:
             # Before the last event leaves: whoever has seen it may use the id again.
             del self._live[generation.request_id]
             live.ended.set()
-        yield DoneEvent(finish, generation.output[sent:], generation.logprobs[sent_logprobs:])
+        yield DoneEvent(finish, generation.output.since(sent), generation.logprobs.since(sent_logprobs))
 
     async def abort(self, request_ids: Iterable[str] | None, slots: Sequence[Slot] | None) -> int:
         """End live requests; None is all of them, and None for the slots is wherever they are. Returns how many."""
@@ -354,7 +353,7 @@ class Generations:
         return EngineRequest(
             live.engine_id,
             generation.prompt,
-            list(generation.output),
+            generation.output.snapshot(),
             generation.max_tokens,
             generation.sampling,
             generation.join_key,

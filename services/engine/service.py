@@ -3,6 +3,7 @@
 import grpc.aio
 
 from services.engine.controller import Controller
+from services.engine.fleet import OpenBackend
 from services.engine.servicer import EngineControllerServicer
 from services.engine.settings import EngineSettings
 from services.runtime.clock import Clock
@@ -17,8 +18,8 @@ class EngineService(HostedService):
 
     full_names = ("turnout.engine.v1.EngineController",)
 
-    def __init__(self, context: HostContext, settings: EngineSettings) -> None:
-        self.controller = Controller(settings, context)
+    def __init__(self, context: HostContext, settings: EngineSettings, open_backend: OpenBackend | None) -> None:
+        self.controller = Controller(settings, context, open_backend)
 
     def register(self, server: grpc.aio.Server) -> None:
         """Add the servicer."""
@@ -37,11 +38,11 @@ class EngineService(HostedService):
         await self.controller.close()
 
 
-def builder(settings: EngineSettings) -> Build:
-    """What a host needs to make this service."""
-    return lambda context: EngineService(context, settings)
+def builder(settings: EngineSettings, open_backend: OpenBackend | None = None) -> Build:
+    """What a host needs to make this service; `open_backend` replaces the backends that it has."""
+    return lambda context: EngineService(context, settings, open_backend)
 
 
-def build(settings: EngineSettings, clock: Clock | None = None) -> ServiceHost:
+def build(settings: EngineSettings, clock: Clock | None = None, open_backend: OpenBackend | None = None) -> ServiceHost:
     """A host for the engine controller; `clock` is the real one, scaled by the settings, unless given."""
-    return ServiceHost(NAME, settings, builder(settings), clock=clock)
+    return ServiceHost(NAME, settings, builder(settings, open_backend), clock=clock)

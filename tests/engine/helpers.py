@@ -14,6 +14,7 @@ import grpc.aio
 from google.protobuf.duration_pb2 import Duration
 
 from services.engine.controller import Controller
+from services.engine.fleet import OpenBackend
 from services.engine.service import EngineService, build
 from services.engine.settings import EngineSettings
 from services.runtime.clock import Clock
@@ -43,10 +44,15 @@ class Engine:
 
 
 @asynccontextmanager
-async def running(clock: Clock | None = None, **settings: Any) -> AsyncIterator[Engine]:
+async def running(
+    clock: Clock | None = None, *, open_backend: OpenBackend | None = None, **settings: Any
+) -> AsyncIterator[Engine]:
     """A controller with these settings."""
     given: dict[str, Any] = {"listen": ["127.0.0.1:0"], "weights_bytes": 1 << 16, "kv_bytes": 1 << 16, **settings}
-    async with build(EngineSettings(**given), clock) as host, grpc.aio.insecure_channel(host.target) as channel:
+    async with (
+        build(EngineSettings(**given), clock, open_backend) as host,
+        grpc.aio.insecure_channel(host.target) as channel,
+    ):
         yield Engine(host, engine_pb2_grpc.EngineControllerStub(channel))
 
 
@@ -217,5 +223,5 @@ async def generate(engine: Engine, request_id: str, prompt: Sequence[int] = (1, 
 async def until(condition: Any, timeout: float = 10.0) -> None:
     """Wait until a condition holds that no event tells of."""
     async with asyncio.timeout(timeout):
-        while not condition():
+        while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.005)

@@ -31,53 +31,53 @@ def in_engines(engine: Engine) -> int:
 @pytest.mark.parametrize("behind_agent", [False, True])
 async def test_a_lend_serves_and_a_reclaim_frees_every_gpu(behind_agent: bool) -> None:
     """A lend that leaves memory asleep, or a reclaim that leaves it filled, breaks training or generation."""
-    async with running(agent=True, replica=["h0:hybrid", "h1:hybrid", "s0:standalone"], time_scale=0.01) as agent:
-        async with running(time_scale=0.01) as engine:
-            where = {"backend": "agent", "endpoint": agent.host.target} if behind_agent else {}
-            await register(engine, "h0", weights=pb.WEIGHTS_ORIGIN_NONE, **where)
-            await register(engine, "h1", weights=pb.WEIGHTS_ORIGIN_NONE, **where)
-            await register(engine, "s0", "standalone", **where)
-            assert (await replicas(engine))["h0"].route == pb.ROUTE_STATE_OUT
-            await update(engine, role("standalone"), 1)
-            assert kinds((await lend(engine, "lend-1", 1)).operation) == {"h0": "DONE", "h1": "DONE"}
-            now = await replicas(engine)
-            assert {r.route for r in now.values()} == {pb.ROUTE_STATE_SERVING}
-            assert {r.weight_version for r in now.values()} == {1}
-            assert not any(r.reason for r in now.values())
-            outputs = await asyncio.gather(*(generate(engine, f"r{i}", (i, 1), max_tokens=500) for i in range(12)))
-            assert {len(output.tokens) for output in outputs} == {500}
-            assert {output.placed[0] for output in outputs} == {"h0", "h1", "s0"}
-            assert {s.weight_version for output in outputs for s in output.segments} == {1}
-            answer = await reclaim(engine)
-            assert kinds(answer.operation) == {"h0": "DONE", "h1": "DONE"}
-            now = await replicas(engine)
-            assert now["h0"].confirmed_free
-            assert not now["h0"].resident_tags
-            assert now["h0"].sleep_level == pb.SLEEP_LEVEL_TWO
-            assert now["h0"].memory_bytes == 0
-            assert not now["s0"].confirmed_free
+    own = ["h0:hybrid", "h1:hybrid", "s0:standalone"]
+    async with running(agent=True, replica=own, time_scale=0.01) as agent, running(time_scale=0.01) as engine:
+        where = {"backend": "agent", "endpoint": agent.host.target} if behind_agent else {}
+        await register(engine, "h0", weights=pb.WEIGHTS_ORIGIN_NONE, **where)
+        await register(engine, "h1", weights=pb.WEIGHTS_ORIGIN_NONE, **where)
+        await register(engine, "s0", "standalone", **where)
+        assert (await replicas(engine))["h0"].route == pb.ROUTE_STATE_OUT
+        await update(engine, role("standalone"), 1)
+        assert kinds((await lend(engine, "lend-1", 1)).operation) == {"h0": "DONE", "h1": "DONE"}
+        now = await replicas(engine)
+        assert {r.route for r in now.values()} == {pb.ROUTE_STATE_SERVING}
+        assert {r.weight_version for r in now.values()} == {1}
+        assert not any(r.reason for r in now.values())
+        outputs = await asyncio.gather(*(generate(engine, f"r{i}", (i, 1), max_tokens=500) for i in range(12)))
+        assert {len(output.tokens) for output in outputs} == {500}
+        assert {output.placed[0] for output in outputs} == {"h0", "h1", "s0"}
+        assert {s.weight_version for output in outputs for s in output.segments} == {1}
+        answer = await reclaim(engine)
+        assert kinds(answer.operation) == {"h0": "DONE", "h1": "DONE"}
+        now = await replicas(engine)
+        assert now["h0"].confirmed_free
+        assert not now["h0"].resident_tags
+        assert now["h0"].sleep_level == pb.SLEEP_LEVEL_TWO
+        assert now["h0"].memory_bytes == 0
+        assert not now["s0"].confirmed_free
 
 
 @pytest.mark.parametrize("behind_agent", [False, True])
 async def test_interrupted_output_equals_an_uninterrupted_one(behind_agent: bool) -> None:
     """Moving a request must neither lose nor repeat tokens."""
-    async with running(agent=True, replica=["h0:hybrid", "s0:standalone"], time_scale=0.01) as agent:
-        async with running(time_scale=0.01) as engine:
-            where = {"backend": "agent", "endpoint": agent.host.target} if behind_agent else {}
-            await register(engine, "h0", weights=pb.WEIGHTS_ORIGIN_NONE, **where)
-            await register(engine, "s0", "standalone", **where)
-            await lend(engine, "lend-1", 0)
-            whole = await generate(engine, "whole", max_tokens=9000, sampling=pb.Sampling(seed=5))
-            first = asyncio.create_task(generate(engine, "a", max_tokens=9000, sampling=pb.Sampling(seed=5)))
-            second = asyncio.create_task(generate(engine, "b", max_tokens=9000, sampling=pb.Sampling(seed=5)))
-            await until(lambda: in_engines(engine) == 2)
-            await asyncio.sleep(0.1)
-            assert (await reclaim(engine)).interrupted == 1
-            outputs = await asyncio.gather(first, second)
-            assert [output.tokens for output in outputs] == [whole.tokens] * 2
-            moved = next(output for output in outputs if len(output.segments) > 1)
-            assert [(s.replica_id, s.continued) for s in moved.segments] == [("h0", True), ("s0", False)]
-            assert sum(s.tokens for s in moved.segments) == len(whole.tokens)
+    own = ["h0:hybrid", "s0:standalone"]
+    async with running(agent=True, replica=own, time_scale=0.01) as agent, running(time_scale=0.01) as engine:
+        where = {"backend": "agent", "endpoint": agent.host.target} if behind_agent else {}
+        await register(engine, "h0", weights=pb.WEIGHTS_ORIGIN_NONE, **where)
+        await register(engine, "s0", "standalone", **where)
+        await lend(engine, "lend-1", 0)
+        whole = await generate(engine, "whole", max_tokens=9000, sampling=pb.Sampling(seed=5))
+        first = asyncio.create_task(generate(engine, "a", max_tokens=9000, sampling=pb.Sampling(seed=5)))
+        second = asyncio.create_task(generate(engine, "b", max_tokens=9000, sampling=pb.Sampling(seed=5)))
+        await until(lambda: in_engines(engine) == 2)
+        await asyncio.sleep(0.1)
+        assert (await reclaim(engine)).interrupted == 1
+        outputs = await asyncio.gather(first, second)
+        assert [output.tokens for output in outputs] == [whole.tokens] * 2
+        moved = next(output for output in outputs if len(output.segments) > 1)
+        assert [(s.replica_id, s.continued) for s in moved.segments] == [("h0", True), ("s0", False)]
+        assert sum(s.tokens for s in moved.segments) == len(whole.tokens)
 
 
 async def test_another_run_is_not_served() -> None:

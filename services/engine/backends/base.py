@@ -17,6 +17,7 @@ from services.engine.domain.operations import Shard
 from services.engine.domain.replica import EngineState
 from services.engine.domain.requests import Finish, JoinKey, Sampling, Span
 from services.engine.domain.spec import Cache, PauseMode
+from services.engine.domain.tokens import Stretches
 from services.runtime.errors import TurnoutError, unavailable
 
 
@@ -34,7 +35,7 @@ class EngineRequest:
 
     request_id: str
     prompt: Sequence[int]
-    output: Sequence[int]
+    output: Stretches[int]
     max_tokens: int
     sampling: Sampling
     join_key: JoinKey | None = None

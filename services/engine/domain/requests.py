@@ -13,7 +13,9 @@ from enum import Enum
 from typing import Final
 
 import google_crc32c
+import numpy as np
 
+from services.engine.domain.tokens import Stretches
 from services.runtime.errors import invalid_argument, require_finite, require_id, require_non_negative
 
 MAX_TOKENS: Final = 1 << 24
@@ -73,12 +75,12 @@ class Generation:
     """A request and what exists of its output. `delta_interval` is in domain seconds."""
 
     request_id: str
-    prompt: list[int]
+    prompt: Sequence[int]
     max_tokens: int
     sampling: Sampling
-    output: list[int] = field(default_factory=list)
+    output: Stretches[int] = field(default_factory=Stretches)
     segments: list[Segment] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
+    logprobs: Stretches[float] = field(default_factory=Stretches)
     join_key: JoinKey | None = None
     session_id: str = ""
     delta_tokens: int = 64
@@ -94,9 +96,11 @@ class Generation:
             raise invalid_argument("prompt_token_ids", "a prompt has at least one token")
         if not 1 <= self.max_tokens <= MAX_TOKENS:
             raise invalid_argument("max_tokens", f"a budget is 1 to {MAX_TOKENS} tokens", value=self.max_tokens)
-        for name, tokens in (("prompt_token_ids", self.prompt), ("output_token_ids", self.output)):
-            if tokens and min(tokens) < 0:
-                raise invalid_argument(name, "token ids are not negative", value=min(tokens))
+        named = [("prompt_token_ids", self.prompt), *(("output_token_ids", part) for part in self.output.since())]
+        for name, tokens in named:
+            least = int(np.array(tokens).min())
+            if least < 0:
+                raise invalid_argument(name, "token ids are not negative", value=least)
         for segment in self.segments:
             require_non_negative("output_segments.tokens", segment.tokens)
         if sum(segment.tokens for segment in self.segments) != len(self.output):
@@ -109,8 +113,8 @@ class Generation:
 
     def append(self, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
         """New output came."""
-        self.output += tokens
-        self.logprobs += logprobs
+        self.output.append(tokens)
+        self.logprobs.append(logprobs)
 
     def close_stretch(self, replica_id: str, spans: Sequence[Span], continued: bool) -> None:
         """A stay on a replica is over; `spans` cover its tokens, in order."""

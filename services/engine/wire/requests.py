@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from services.engine.backends.base import EngineOutput, EngineRequest
 from services.engine.domain.requests import Generation, JoinKey, Sampling, Segment, Span, default_seed
+from services.engine.domain.tokens import Stretches
 from services.engine.generation import DeltaEvent, DoneEvent, Event, PlacedEvent
 from services.engine.wire.enums import FINISHES
 from services.runtime.waits import duration_seconds
@@ -21,10 +24,10 @@ def read_generation(request: pb.GenerateRequest) -> Generation:
         interval = duration_seconds(request.delta_interval, "delta_interval")
     return Generation(
         request_id=request.request_id,
-        prompt=list(request.prompt_token_ids),
+        prompt=request.prompt_token_ids,
         max_tokens=request.max_tokens,
         sampling=_read_sampling(request),
-        output=list(request.output_token_ids),
+        output=Stretches([request.output_token_ids]),
         segments=[
             Segment(
                 segment.tokens,
@@ -48,12 +51,12 @@ def write_event(event: Event, generation: Generation) -> pb.GenerateResponse:
         case PlacedEvent(replica_id=replica_id, parked=parked):
             return pb.GenerateResponse(placed=pb.Placed(replica_id=replica_id, parked=parked))
         case DeltaEvent(token_ids=token_ids, logprobs=logprobs):
-            return pb.GenerateResponse(delta=pb.Delta(token_ids=token_ids, logprobs=logprobs))
+            return pb.GenerateResponse(delta=_write_delta(token_ids, logprobs))
         case DoneEvent(finish=finish, token_ids=token_ids, logprobs=logprobs):
             return pb.GenerateResponse(
                 done=pb.GenerateDone(
                     finish_reason=FINISHES.write(finish),
-                    rest=pb.Delta(token_ids=token_ids, logprobs=logprobs),
+                    rest=_write_delta(token_ids, logprobs),
                     segments=[_write_segment(segment) for segment in generation.segments],
                 )
             )
@@ -67,7 +70,6 @@ def write_engine_request(run_id: str, replica_id: str, request: EngineRequest) -
         replica_id=replica_id,
         request_id=request.request_id,
         prompt_token_ids=request.prompt,
-        output_token_ids=request.output,
         max_tokens=request.max_tokens,
         sampling=pb.Sampling(
             temperature=sampling.temperature,
@@ -79,6 +81,8 @@ def write_engine_request(run_id: str, replica_id: str, request: EngineRequest) -
         ),
         delta_tokens=request.delta_tokens,
     )
+    for stretch in request.output.since():
+        message.output_token_ids.extend(stretch)
     if request.output:
         # The agent only has to see that the lengths add up; the controller keeps the true segments.
         message.output_segments.add(tokens=len(request.output))
@@ -126,6 +130,16 @@ def _read_sampling(request: pb.GenerateRequest) -> Sampling:
         stop_token_ids=tuple(sampling.stop_token_ids),
         logprobs=sampling.logprobs,
     )
+
+
+def _write_delta(token_ids: Sequence[Sequence[int]], logprobs: Sequence[Sequence[float]]) -> pb.Delta:
+    delta = pb.Delta()
+    # Extending by a repeated field, which is what agents send, copies without making Python objects.
+    for ids in token_ids:
+        delta.token_ids.extend(ids)
+    for values in logprobs:
+        delta.logprobs.extend(values)
+    return delta
 
 
 def _write_segment(segment: Segment) -> pb.OutputSegment:
