@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Final, cast
@@ -152,7 +152,9 @@ class AsyncBufferClient(AsyncClient):
         async with aclosing(self._follow(self.calls.WatchGroups, lambda: armed)) as messages:
             async for message in messages:
                 for event in message.events:
-                    armed.from_sequence = event.sequence + 1
+                    if event.sequence:
+                        # Progress events have none.
+                        armed.from_sequence = event.sequence + 1
                     yield event
 
     async def payload(self, run_id: str, data: Bytes, content_type: str = "") -> buffer_pb2.Payload:
@@ -190,8 +192,9 @@ class AsyncBufferClient(AsyncClient):
         download = Download(refs)
         outage = Outage(self.options.retry, self._policy.rng, now=link.now(), limit=times.transfer)
         while not download.complete:
+            left, resume_at = download.resume()
             request = buffer_pb2.GetPayloadsRequest(
-                run_id=run_id, lease_id=lease_id, claim=claim, refs=refs, resume_at=download.received
+                run_id=run_id, lease_id=lease_id, claim=claim, refs=left, resume_at=resume_at
             )
             frames = self.calls.GetPayloads(request, timeout=times.transfer)
             pause: float | None = None
@@ -289,11 +292,11 @@ class BufferClient(Client):
         """See AsyncBufferClient."""
         return run_blocking(self.core.sample(request, refill_fn=refill_fn, refills=refills, on_progress=on_progress))
 
-    def watch_depth(self, request: buffer_pb2.WatchDepthRequest) -> Iterator[buffer_pb2.Depth]:
+    def watch_depth(self, request: buffer_pb2.WatchDepthRequest) -> Generator[buffer_pb2.Depth, None, None]:
         """See AsyncBufferClient."""
         return iterate_blocking(self.core.watch_depth(request))
 
-    def watch_groups(self, request: buffer_pb2.WatchGroupsRequest) -> Iterator[buffer_pb2.GroupEvent]:
+    def watch_groups(self, request: buffer_pb2.WatchGroupsRequest) -> Generator[buffer_pb2.GroupEvent, None, None]:
         """See AsyncBufferClient."""
         return iterate_blocking(self.core.watch_groups(request))
 
@@ -312,6 +315,6 @@ class BufferClient(Client):
         *,
         lease_id: str = "",
         claim: buffer_pb2.ClaimToken | None = None,
-    ) -> Iterator[bytes]:
+    ) -> Generator[bytes, None, None]:
         """See AsyncBufferClient."""
         return iterate_blocking(self.core.get_payloads(run_id, refs, lease_id=lease_id, claim=claim))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -190,14 +190,20 @@ class EngineClient(Client):
             )
         )
 
-    def watch_replicas(self, request: engine_pb2.WatchReplicasRequest) -> Iterator[engine_pb2.WatchReplicasResponse]:
+    def watch_replicas(
+        self, request: engine_pb2.WatchReplicasRequest
+    ) -> Generator[engine_pb2.WatchReplicasResponse, None, None]:
         """See AsyncEngineClient."""
         return iterate_blocking(self.core.watch_replicas(request))
 
-    def watch_routes(self, request: engine_pb2.WatchRoutesRequest) -> Iterator[engine_pb2.WatchRoutesResponse]:
+    def watch_routes(
+        self, request: engine_pb2.WatchRoutesRequest
+    ) -> Generator[engine_pb2.WatchRoutesResponse, None, None]:
         """See AsyncEngineClient."""
         return iterate_blocking(self.core.watch_routes(request))
 
-    def watch_progress(self, request: engine_pb2.WatchProgressRequest) -> Iterator[engine_pb2.ProgressReport]:
+    def watch_progress(
+        self, request: engine_pb2.WatchProgressRequest
+    ) -> Generator[engine_pb2.ProgressReport, None, None]:
         """See AsyncEngineClient."""
         return iterate_blocking(self.core.watch_progress(request))

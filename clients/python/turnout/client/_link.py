@@ -16,7 +16,7 @@ import inspect
 import os
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, TypeVar
 
@@ -131,7 +131,7 @@ def run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:
     raise RuntimeError("a blocking client awaited something that needs an event loop")
 
 
-def iterate_blocking(items: AsyncGenerator[T, None]) -> Iterator[T]:
+def iterate_blocking(items: AsyncGenerator[T, None]) -> Generator[T, None, None]:
     """Iterate over an async generator whose every await blocks, on this thread."""
     try:
         while True:

@@ -7,7 +7,7 @@ only if each payload has its announced size and checksum; a torn download goes o
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Final
+from typing import Any, Final, TypeAlias
 
 import google_crc32c
 import grpc
@@ -22,7 +22,8 @@ CHUNK_BYTES: Final = 1024 * 1024
 INLINE_BYTES: Final = 256 * 1024
 """The largest payload that may travel inside a message."""
 
-Bytes = bytes | bytearray | memoryview
+Bytes: TypeAlias = "bytes | bytearray | memoryview[Any]"
+"""Anything with bytes in one piece."""
 
 
 def chunks(data: Bytes | Sequence[Bytes]) -> Iterator[bytes]:
@@ -69,18 +70,21 @@ class Download:
     def __init__(self, refs: Sequence[buffer_pb2.PayloadRef]) -> None:
         self._refs = refs
         self._index = 0
+        self._base = 0
         self._part = bytearray()
-        self._before = 0
 
     @property
     def complete(self) -> bool:
         """Whether every payload arrived."""
         return self._index == len(self._refs)
 
-    @property
-    def received(self) -> int:
-        """Bytes received in all: where to resume."""
-        return self._before + len(self._part)
+    def resume(self) -> tuple[Sequence[buffer_pb2.PayloadRef], int]:
+        """Return the references to ask for now, and the byte to start at; what is complete is not asked for again."""
+        self._base = self._index
+        if not self.complete and len(self._part) == self._refs[self._index].size > 0:
+            # All bytes came but not the end; from behind the last byte the service would go on with the next payload.
+            self._part.pop()
+        return self._refs[self._index :], len(self._part)
 
     def take(self, frame: buffer_pb2.GetPayloadsResponse) -> bytes | None:
         """Take one frame; return a payload when this frame completes it. Raises DataLoss."""
@@ -88,7 +92,7 @@ class Download:
         if self.complete:
             raise self._lost("a frame came after the last payload")
         if kind == "header":
-            if frame.header.ref_index != self._index or frame.header.offset != len(self._part):
+            if self._base + frame.header.ref_index != self._index or frame.header.offset != len(self._part):
                 raise self._lost(f"the download goes on at {frame.header.ref_index}/{frame.header.offset}")
         elif kind == "chunk":
             self._part += frame.chunk
@@ -102,7 +106,6 @@ class Download:
         if len(data) != ref.size or crc != announced or (ref.crc32c and crc != ref.crc32c):
             raise self._lost(f"payload {ref.id} arrived with {len(data)} of {ref.size} bytes and checksum {crc:#010x}")
         self._index += 1
-        self._before += len(data)
         self._part.clear()
         return data
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Generator
 from contextlib import aclosing
 from typing import Any, cast
 
@@ -159,6 +159,6 @@ class SchedulerClient(Client):
         """See AsyncSchedulerClient."""
         return run_blocking(self.core.begin_sample(request, refills=refills, on_progress=on_progress))
 
-    def watch_run(self, request: scheduler_pb2.WatchRunRequest) -> Iterator[events_pb2.RunEvent]:
+    def watch_run(self, request: scheduler_pb2.WatchRunRequest) -> Generator[events_pb2.RunEvent, None, None]:
         """See AsyncSchedulerClient."""
         return iterate_blocking(self.core.watch_run(request))

@@ -2,8 +2,8 @@
 
 Invariants: it never holds more trajectories than it has slots, and asks for as many as it has free; a slot is free
 again only when the buffer has taken the result, so a buffer that is away stops the worker instead of filling its
-memory; every claimed trajectory is finished, failed, handed back, or lost by the buffer's own word; a claim whose answer was
-lost is asked for again under the same request id.
+memory; every claimed trajectory is finished, failed, handed back, or lost by the buffer's own word; a claim whose
+answer was lost is asked for again under the same request id.
 """
 
 from __future__ import annotations
