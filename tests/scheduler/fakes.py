@@ -47,7 +47,7 @@ class FakeBuffer(buffer_pb2_grpc.ReplayBufferServicer):
         self.script = Script(journal)
         self.runs: dict[str, buffer_pb2.Run] = {}
         self.unimplemented: set[str] = set()
-        self.depth = buffer_pb2.Depth()
+        self.depth = buffer_pb2.Depth(counts=buffer_pb2.GroupCounts(pending=1000))
         self.checkpoints: list[str] = []
         self.evicted = 0
         self.renewed: list[int] = []

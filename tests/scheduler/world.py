@@ -54,6 +54,14 @@ async def error_of(awaitable: Any) -> TurnoutError:
     return from_rpc_error(caught.value)
 
 
+async def rest_of(stream: Any) -> list[Any]:
+    """The events that are still to come."""
+    events = []
+    while (event := await stream.read()) is not grpc.aio.EOF:
+        events.append(event)
+    return events
+
+
 @dataclass
 class Trainer:
     """Calls of one epoch."""

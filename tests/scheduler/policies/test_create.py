@@ -20,13 +20,13 @@ def test_policy_is_created_by_its_name(name: str) -> None:
 
 def test_names_are_those_that_exist() -> None:
     """Help texts and errors list them."""
-    assert policies.names() == ("off", "fixed", "verl")
+    assert policies.names() == ("off", "fixed", "verl", "jit")
 
 
-@pytest.mark.parametrize("name", ["jit", "shadow:verl", "", "VERL", "verl "])
+@pytest.mark.parametrize("name", ["jitter", "shadow:", "", "VERL", "verl "])
 def test_unknown_policy_is_refused_and_the_names_are_listed(name: str) -> None:
     """A silent fall-back would run an experiment with the wrong policy."""
-    with pytest.raises(policies.UnknownPolicyError, match="one of off, fixed, verl") as caught:
+    with pytest.raises(policies.UnknownPolicyError, match="one of off, fixed, verl, jit") as caught:
         policies.create(name, configured())
     assert (caught.value.field, caught.value.value) == ("policy", name)
 
