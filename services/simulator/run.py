@@ -9,7 +9,7 @@ trained; EndStep, weight sync, perhaps a lend. During a sync nothing serves; dur
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 
 from services.scheduler.policies.types import (
@@ -57,7 +57,7 @@ class Groups:
 
 
 class SimulatedRun:
-    """Call `begin`, then `step` until `done`."""
+    """Call `begin`, then `step` until `done`; or `begin`, and `train` and `end` in turn."""
 
     def __init__(self, workload: Workload, draws: Draws, decider: Decider) -> None:
         self.workload = workload
@@ -79,7 +79,7 @@ class SimulatedRun:
         self._log: StepTally = StepTally(step=0)
 
     def copy(self, decider: Decider) -> SimulatedRun:
-        """An independent run in the same state, which `decider` decides. Only between two steps."""
+        """An independent run in the same state, which `decider` decides. Only between `train` and `end` or steps."""
         other = SimulatedRun.__new__(SimulatedRun)
         other.workload, other.draws, other.lengths = self.workload, self.draws, self.lengths
         other.decider = decider
@@ -91,7 +91,7 @@ class SimulatedRun:
         other.fleet = self.fleet.copy()
         other._size = self._size
         other._tick_at = inf if decider.ticks_s is None else self.now
-        other._log = StepTally(step=self.steps_done)
+        other._log = replace(self._log)
         return other
 
     @property
@@ -123,6 +123,11 @@ class SimulatedRun:
 
     def step(self) -> None:
         """Run the next step, up to its sync and lend."""
+        self.train()
+        self.end()
+
+    def train(self) -> None:
+        """Run the next step up to its end, which is still to be decided."""
         step = self.steps_done + 1
         self._log = StepTally(step=step, began_at=self.now)
         for event in self.workload.events:
@@ -139,7 +144,28 @@ class SimulatedRun:
             self._wait_lent(step)
         for mini_batch in range(self.workload.batch.groups // self.workload.batch.mini_batch):
             self._mini_batch(step, mini_batch)
-        self._end_step(step)
+
+    def end(self) -> None:
+        """End the step that `train` ran: decide, sync, and lend if so decided."""
+        step = self.steps_done + 1
+        self.decider.tell(StepEnded(at=self.now, step=step))
+        self._observe_depth(step + 1)
+        decision = self._decide(Point.STEP_END)
+        lend = decision.action is Action.LEND and step < self.workload.steps
+        self.steps_done = step
+        began = self.now
+        if lend:
+            self.fleet.lend(self._preferred(decision), self.now)
+        else:
+            self.fleet.sync(self.now)
+        self._advance(began + float(self.draws.sync_s[step - 1]))
+        self.fleet.serve(self.fleet.standalones, self.now)
+        self.decider.tell(SyncDone(at=self.now, cost_s=self.now - began))
+        self._log.sync_s = self.now - began
+        if lend:
+            self._finish_lend(step)
+        self._log.ended_at = self.now
+        self.tally.add(self._log)
 
     def _mini_batch(self, step: int, mini_batch: int) -> None:
         asked = self.now
@@ -160,26 +186,6 @@ class SimulatedRun:
         self._advance(self.now + train_s)
         self._log.train_s += train_s
         self.decider.tell(MiniBatchEnded(at=self.now, step=step, mini_batch=mini_batch))
-
-    def _end_step(self, step: int) -> None:
-        self.decider.tell(StepEnded(at=self.now, step=step))
-        self._observe_depth(step + 1)
-        decision = self._decide(Point.STEP_END)
-        lend = decision.action is Action.LEND and step < self.workload.steps
-        self.steps_done = step
-        began = self.now
-        if lend:
-            self.fleet.lend(self._preferred(decision), self.now)
-        else:
-            self.fleet.sync(self.now)
-        self._advance(began + float(self.draws.sync_s[step - 1]))
-        self.fleet.serve(self.fleet.standalones, self.now)
-        self.decider.tell(SyncDone(at=self.now, cost_s=self.now - began))
-        self._log.sync_s = self.now - began
-        if lend:
-            self._finish_lend(step)
-        self._log.ended_at = self.now
-        self.tally.add(self._log)
 
     # --------------------------------------------------------------------------------------------- GPUs moving
 

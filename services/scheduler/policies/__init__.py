@@ -15,6 +15,7 @@ from services.scheduler.policies.errors import (
     UnknownPolicyError,
 )
 from services.scheduler.policies.fixed import FixedPolicy
+from services.scheduler.policies.jit import JitPolicy
 from services.scheduler.policies.metrics import decision_metrics
 from services.scheduler.policies.off import OffPolicy
 from services.scheduler.policies.types import PolicyConfig
@@ -35,7 +36,7 @@ __all__ = [
 ]
 
 _POLICIES: dict[str, Callable[[PolicyConfig], Policy]] = {
-    policy.name: policy for policy in (OffPolicy, FixedPolicy, VerlPolicy)
+    policy.name: policy for policy in (OffPolicy, FixedPolicy, VerlPolicy, JitPolicy)
 }
 
 

@@ -1,0 +1,176 @@
+"""Which groups are on their way, and how far each member is.
+
+Invariants: a group is here from its addition until it finished or failed; a reading replaces the one before, and a
+member that was running and is in neither settled at its last known length, until a reading shows it again; a message
+that names finished members only is no reading.
+"""
+
+from dataclasses import dataclass, field
+from math import log
+
+import numpy as np
+
+from services.scheduler.policies.jit.lengths import Snapshot
+from services.scheduler.policies.types import GroupsAdded, Pool, RequestKey, RequestProgress, RequestState
+
+
+@dataclass(slots=True)
+class _Group:
+    size: int
+    serial: int
+    settled: dict[int, int] = field(default_factory=dict)
+    running: dict[int, RequestState] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """All groups at one moment. hybrid: by unsettled member, whether it runs on a hybrid replica. fresh: groups of
+    which nothing runs yet. coverage: share of running requests that the reading shows."""
+
+    at: float
+    names: tuple[str, ...]
+    keys: tuple[RequestKey, ...]
+    snapshot: Snapshot
+    hybrid: np.ndarray[tuple[int], np.dtype[np.bool_]]
+    running: np.ndarray[tuple[int], np.dtype[np.bool_]]
+    fresh: tuple[str, ...]
+
+
+class Groups:
+    """Follows additions, readings and ends."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._groups: dict[str, _Group] = {}
+        self._serial = 0
+        self.read_at: float | None = None
+        self.coverage = 0.0
+        self.tokens = 0
+        """Tokens of all running requests, as of the last reading."""
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def has(self, group: str) -> bool:
+        """Whether the group is in flight."""
+        return group in self._groups
+
+    def clear(self) -> None:
+        """Forget all groups: another life of the run begins. What runs is in the next reading."""
+        self._groups.clear()
+        self.read_at = None
+
+    def added(self, event: GroupsAdded) -> None:
+        """Groups were admitted."""
+        for group in event.groups:
+            self._groups[group.group] = self._new(group.size)
+
+    def _new(self, size: int) -> _Group:
+        self._serial += size + 1
+        return _Group(size, self._serial)
+
+    def left(self, group: str) -> None:
+        """A group finished or failed."""
+        self._groups.pop(group, None)
+
+    def progress(self, event: RequestProgress) -> None:
+        """A reading."""
+        groups = self._groups
+        running: dict[str, dict[int, RequestState]] = {}
+        finished = 0
+        for state in event.requests:
+            key = state.key
+            if state.finished:
+                finished += 1
+                group = groups.get(key.group)
+                if group is not None:
+                    group.settled[key.trajectory] = state.tokens
+                    group.running.pop(key.trajectory, None)
+            elif (members := running.get(key.group)) is None:
+                running[key.group] = {key.trajectory: state}
+            else:
+                members[key.trajectory] = state
+        if finished and not running:
+            return
+        for name, group in groups.items():
+            now = running.pop(name, None) or {}
+            if group.running:
+                for trajectory, state in group.running.items():
+                    if trajectory not in now:
+                        group.settled.setdefault(trajectory, state.tokens)
+            if now and group.settled:
+                for trajectory in now:
+                    group.settled.pop(trajectory, None)
+            group.running = now
+        for name, now in running.items():
+            # Added before this policy began to look.
+            groups[name] = self._new(max(self._size, len(now)))
+            groups[name].running = now
+        self.read_at = event.at
+        self.coverage = event.covered_share
+        self.tokens = sum(state.tokens for state in event.requests if not state.finished)
+
+    def in_flight(self) -> InFlight:
+        """All groups as of the last reading."""
+        names: list[str] = []
+        keys: list[RequestKey] = []
+        fresh: list[str] = []
+        tokens: list[int] = []
+        hybrid: list[bool] = []
+        runs: list[bool] = []
+        first: list[int] = []
+        members: list[int] = []
+        group_serial: list[int] = []
+        serial: list[int] = []
+        settled: list[int] = []
+        level: list[float] = []
+        for name, group in self._groups.items():
+            if not group.running and not group.settled:
+                fresh.append(name)
+                continue
+            names.append(name)
+            first.append(len(tokens))
+            group_serial.append(group.serial)
+            for state in group.running.values():
+                keys.append(state.key)
+                tokens.append(state.tokens)
+                hybrid.append(state.pool is Pool.HYBRID)
+                runs.append(True)
+                serial.append(group.serial + 1 + state.key.trajectory)
+            waiting = max(group.size - len(group.settled) - len(group.running), 0)
+            if not group.running and not waiting:
+                # All settled, and the group's end is on its way: one member that is as good as complete.
+                waiting = 1
+            for index in range(waiting):
+                keys.append(RequestKey(name, -1))
+                tokens.append(0)
+                hybrid.append(False)
+                runs.append(False)
+                serial.append(group.serial + group.size - index)
+            members.append(len(tokens) - first[-1])
+            settled.append(len(group.settled))
+            level.append(_mean_log(group.settled))
+        snapshot = Snapshot(
+            settled=np.array(settled, dtype=np.float64),
+            settled_level=np.array(level, dtype=np.float64),
+            first=np.array(first, dtype=np.int64),
+            tokens=np.array(tokens, dtype=np.float64),
+            group=np.repeat(np.arange(len(names)), np.array(members, dtype=np.int64)),
+            group_serial=np.array(group_serial, dtype=np.int64),
+            serial=np.array(serial, dtype=np.int64),
+        )
+        return InFlight(
+            at=self.read_at or 0.0,
+            names=tuple(names),
+            keys=tuple(keys),
+            snapshot=snapshot,
+            hybrid=np.array(hybrid, dtype=np.bool_),
+            running=np.array(runs, dtype=np.bool_),
+            fresh=tuple(fresh),
+        )
+
+
+def _mean_log(settled: dict[int, int]) -> float:
+    if not settled:
+        return 0.0
+    return sum(log(max(tokens, 1)) for tokens in settled.values()) / len(settled)

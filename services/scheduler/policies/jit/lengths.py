@@ -1,0 +1,171 @@
+"""How long responses are, learned from groups that finished; what the running ones may still become.
+
+A group has a level u (mean log-length) and its members scatter around it: log-length = u + sigma x residual. Levels are
+quantiles of the levels of finished groups, residuals the pooled ones of their members, so no shape is assumed.
+
+Invariants: a survival is positive up to the cap, so no running request is impossible; drawing uses fixed uniform
+numbers, so the same knowledge always gives the same draws.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+
+# Three batches of the published setting: enough for 30 levels, few enough to follow a run that changes.
+WINDOW = 192
+LEVELS = 24
+# Fewer finished groups say more about which prompts are short than about how long responses are.
+ENOUGH = 48
+# Levels above everything seen, in log-length: a run whose responses become longer is noticed before it finishes any.
+_ABOVE = np.array([0.25, 0.5, 0.8, 1.2])
+_ABOVE_SHARE = 0.01
+# Weight, in members, of the wide normal that keeps the survival of the residuals positive in the tails.
+_TAIL_MEMBERS = 8.0
+_TAIL_STD = 1.6
+# A group of one has no scatter within; a narrow one keeps the arithmetic finite.
+_SIGMA_FLOOR = 0.05
+_Z = np.arange(-8.0, 8.0001, 0.04)
+# A prime, far above the members in flight, so that few share a row and none does so for long.
+_ROWS = 8191
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Groups in flight. Arrays over groups: settled members, their mean log-length (0 if none), first member in
+    `tokens`, serial number. Arrays over unsettled members, in the order of groups: tokens so far, group, serial number.
+
+    Serial numbers stay with a group and a member, and choose their uniform numbers: two predictions shortly after
+    each other differ by what was learned in between, not by luck.
+    """
+
+    settled: Floats
+    settled_level: Floats
+    first: npt.NDArray[np.int64]
+    tokens: Floats
+    group: npt.NDArray[np.int64]
+    group_serial: npt.NDArray[np.int64]
+    serial: npt.NDArray[np.int64]
+
+
+class LengthModel:
+    """Learns from `finished`, then draws what is left of a snapshot."""
+
+    def __init__(self, cap: int | None) -> None:
+        self._cap = float(cap) if cap is not None else np.inf
+        self._logs: deque[Floats] = deque(maxlen=WINDOW)
+        self._stale = True
+        self._levels: Floats = np.zeros(0)
+        self._prior: Floats = np.zeros(0)
+        self._sigma = 1.0
+        self._mean = 0.0
+        self._survival: Floats = np.ones_like(_Z)
+
+    @property
+    def finished_groups(self) -> int:
+        """Groups learned from, at most the window."""
+        return len(self._logs)
+
+    @property
+    def ready(self) -> bool:
+        """Whether there is enough to predict with."""
+        return len(self._logs) >= ENOUGH
+
+    @property
+    def mean_length(self) -> float:
+        """Mean length in tokens of the members of groups that finished, 0 before the first."""
+        if self._stale:
+            self._fit()
+        return self._mean
+
+    def finished(self, lengths: tuple[int, ...]) -> None:
+        """A group settled with these lengths."""
+        if lengths:
+            self._logs.append(np.log(np.maximum(np.array(lengths, dtype=np.float64), 1.0)))
+            self._stale = True
+
+    def draw(self, snapshot: Snapshot, fresh: int, size: int, scenarios: int) -> tuple[Floats, Floats]:
+        """Tokens still to come, by unsettled member and scenario: for the snapshot, then for `fresh` groups of `size`."""
+        self._fit()
+        log_tokens = np.log(np.maximum(snapshot.tokens, 1.0))
+        weights, prior = self._weights(snapshot, log_tokens)
+        by_group, by_member = _uniforms(snapshot.group_serial, scenarios), _uniforms(snapshot.serial, scenarios)
+        chosen = (np.cumsum(weights, axis=1)[:, None, :-1] < by_group[:, :, None]).sum(axis=2)
+        level = self._levels[chosen][snapshot.group]
+        known = self._survive((log_tokens[:, None] - level) / self._sigma)
+        left = self._length(level, known * by_member) - snapshot.tokens[:, None]
+        new_group = _uniforms(np.arange(fresh), scenarios)
+        new_level = self._levels[np.searchsorted(np.cumsum(prior)[:-1], new_group)]
+        new = self._length(np.repeat(new_level, size, axis=0), _uniforms(np.arange(fresh, fresh * (size + 1)), scenarios))
+        return np.maximum(left, 1.0), new
+
+    # ------------------------------------------------------------------------------------------------ details
+
+    def _fit(self) -> None:
+        if not self._stale:
+            return
+        self._stale = False
+        if not self._logs:
+            return
+        levels = np.array([logs.sum() / len(logs) for logs in self._logs])
+        own = np.concatenate([logs - level for logs, level in zip(self._logs, levels, strict=True)])
+        self._mean = float(np.exp(np.concatenate(self._logs)).mean())
+        spare = len(own) - len(levels)
+        self._sigma = max(float(np.sqrt((own**2).sum() / spare)) if spare > 0 else 0.0, _SIGMA_FLOOR)
+        seen = np.quantile(levels, (np.arange(LEVELS) + 0.5) / LEVELS)
+        self._levels = np.concatenate([seen, levels.max() + _ABOVE])
+        above = np.full(len(_ABOVE), _ABOVE_SHARE / len(_ABOVE))
+        self._prior = np.concatenate([np.full(LEVELS, (1 - _ABOVE_SHARE) / LEVELS), above])
+        residuals = np.sort(own / self._sigma)
+        counted = len(residuals) - np.searchsorted(residuals, _Z)
+        tail = _TAIL_MEMBERS * _normal_survival(_Z / _TAIL_STD)
+        self._survival = (counted + tail) / (len(residuals) + _TAIL_MEMBERS)
+
+    def _weights(self, snapshot: Snapshot, log_tokens: Floats) -> tuple[Floats, Floats]:
+        """Share of every level by group, and over new groups.
+
+        Groups in flight are mostly long ones, so they alone would mislead; together with those that finished they say
+        how the levels of new groups are distributed, also when that has just changed.
+        """
+        if not len(snapshot.first):
+            return np.zeros((0, len(self._levels))), self._prior
+        running = np.log(self._survive((log_tokens[:, None] - self._levels) / self._sigma))
+        likely = np.add.reduceat(running, snapshot.first, axis=0)
+        off = (snapshot.settled_level[:, None] - self._levels) / self._sigma
+        likely -= 0.5 * snapshot.settled[:, None] * off**2
+        likely = np.exp(likely - likely.max(axis=1, keepdims=True))
+        weights = likely * self._prior
+        return weights / weights.sum(axis=1, keepdims=True), self._prior
+
+    def _survive(self, z: Floats) -> Floats:
+        index = ((z - _Z[0]) * (1 / (_Z[1] - _Z[0]))).astype(np.int64)
+        return self._survival[np.clip(index, 0, len(_Z) - 1)]
+
+    def _length(self, level: Floats, survival: Floats) -> Floats:
+        z = np.interp(survival, self._survival[::-1], _Z[::-1])
+        return np.minimum(np.exp(level + self._sigma * z), self._cap)
+
+
+def _normal_survival(z: Floats) -> Floats:
+    """1 - Phi(z), to 1e-5. Source: Abramowitz and Stegun 26.2.17."""
+    t = 1 / (1 + 0.2316419 * np.abs(z))
+    poly = t * (0.319381530 + t * (-0.356563782 + t * (1.781477937 + t * (-1.821255978 + t * 1.330274429))))
+    upper = np.exp(-(z**2) / 2) / np.sqrt(2 * np.pi) * poly
+    return np.where(z >= 0, upper, 1 - upper)
+
+
+@lru_cache(maxsize=4)
+def _table(scenarios: int) -> Floats:
+    """Uniform numbers, each row a shuffled stratified sample, so that few scenarios cover the whole range."""
+    generator = np.random.default_rng(scenarios)
+    strata = generator.permuted(np.tile(np.arange(scenarios), (_ROWS, 1)), axis=1)
+    return np.asarray((strata + generator.random((_ROWS, scenarios))) / scenarios)
+
+
+def _uniforms(serials: npt.NDArray[np.int64], scenarios: int) -> Floats:
+    """The rows of those serial numbers."""
+    return _table(scenarios)[serials % _ROWS]

@@ -1,0 +1,105 @@
+"""How fast engines decode and prefill, learned from their counters.
+
+s(b), seconds per token and request at b running requests, is base + slope x b; the shape is remembered for long, its
+scale follows the last windows, since engines slow down and speed up as a whole.
+
+Invariants: s(b) is positive and does not fall with b; a window in which GPUs or weights moved teaches nothing about
+decoding.
+"""
+
+from dataclasses import dataclass
+
+from services.scheduler.policies.types import ReplicaCounters
+
+# Shorter windows count too few tokens to say anything.
+_WINDOW_S = 10.0
+# Share of what older windows say of the shape that is left after one more: some 300 count, about three steps.
+_SHAPE_KEEP = 0.997
+# Share of the old scale that is left after one window of a pool.
+_SCALE_KEEP = 0.6
+# Before any window: a decode step of 30 B active-weight models on 4 GPUs; only its shape lasts once speeds are measured.
+_BASE_S, _SLOPE_S = 0.01, 0.00008
+# How many windows the first guess of the shape counts for.
+_GUESS_WINDOWS = 1.0
+_GUESS_PREFILL = 60_000.0
+
+
+@dataclass(slots=True)
+class _Reading:
+    at: float
+    decoded: int
+    running: int
+
+
+class SpeedModel:
+    """Feed it counters, and tell it when something moved."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, _Reading] = {}
+        self._sums: tuple[float, ...] = (0.0,) * 5
+        self._quiet_from = 0.0
+        self._scale = 1.0
+        self._base, self._slope = _BASE_S, _SLOPE_S
+        self._prefill: dict[str, float] = {}
+
+    @property
+    def measured(self) -> bool:
+        """Whether decoding was ever measured."""
+        return self._sums[0] > 0
+
+    @property
+    def prefill(self) -> float:
+        """Prefill tokens per second of one replica."""
+        return sum(self._prefill.values()) / len(self._prefill) if self._prefill else _GUESS_PREFILL
+
+    @property
+    def line(self) -> tuple[float, float]:
+        """(base, slope) of s(b) as engines are now."""
+        return self._base * self._scale, self._slope * self._scale
+
+    def token_s(self, running: float) -> float:
+        """s(running)."""
+        base, slope = self.line
+        return base + slope * running
+
+    def moved(self, until: float) -> None:
+        """GPUs, weights or requests move until then."""
+        self._quiet_from = max(self._quiet_from, until)
+        self._last.clear()
+
+    def counters(self, event: ReplicaCounters) -> None:
+        """A reading of one replica."""
+        if event.prefill_tokens_per_s is not None and event.prefill_tokens_per_s > 0:
+            self._prefill[event.replica] = event.prefill_tokens_per_s
+        last = self._last.get(event.replica)
+        if event.at < self._quiet_from:
+            return
+        if last is None or event.decoded_tokens < last.decoded:
+            self._last[event.replica] = _Reading(event.at, event.decoded_tokens, event.running_requests)
+            return
+        took = event.at - last.at
+        if took < _WINDOW_S * 0.99:
+            return
+        self._last[event.replica] = _Reading(event.at, event.decoded_tokens, event.running_requests)
+        running, tokens = (last.running + event.running_requests) / 2, event.decoded_tokens - last.decoded
+        if running >= 1 and tokens > 0 and abs(last.running - event.running_requests) <= 0.3 * running:
+            self._learn(running, took * running / tokens)
+
+    def _learn(self, running: float, token_s: float) -> None:
+        expected = self._base + self._slope * running
+        first = not self.measured
+        sums = (1.0, running, token_s, running * running, running * token_s)
+        self._sums = tuple(old * _SHAPE_KEEP + new for old, new in zip(self._sums, sums, strict=True))
+        self._refit()
+        self._scale = 1.0 if first else self._scale * _SCALE_KEEP + token_s / expected * (1 - _SCALE_KEEP)
+
+    def _refit(self) -> None:
+        """Least squares over all windows, with the first guess of the shape as a few more around the mean of them."""
+        count, sum_b, sum_s, sum_bb, sum_bs = self._sums
+        mean_b, mean_s = sum_b / count, sum_s / count
+        guess = mean_s / (_BASE_S + _SLOPE_S * mean_b)
+        weight = _GUESS_WINDOWS * mean_b**2 / 4
+        slope = (sum_bs - sum_b * mean_s + weight * guess * _SLOPE_S) / (sum_bb - sum_b * mean_b + weight)
+        # A line through the mean that neither falls nor has a negative base.
+        self._slope = min(max(slope, 0.0), 0.98 * mean_s / mean_b)
+        self._base = mean_s - self._slope * mean_b
