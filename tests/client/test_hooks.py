@@ -1,4 +1,4 @@
-"""The trainer hooks against scripted services: what they call, in which order, and what they do when something fails."""
+"""The trainer hooks against scripted services: what they call, in which order, and what happens on a failure."""
 
 from __future__ import annotations
 

@@ -1,0 +1,100 @@
+"""The client against the real services: a whole small training."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tests.client.real import House, house
+from turnout.buffer.v1 import buffer_pb2
+from turnout.scheduler.v1 import events_pb2, scheduler_pb2
+from turnout.trainer import TrainerHooks, TrainerSetup, WeightTarget
+from turnout.worker import RolloutWorker, WorkerSetup, pack, unpack
+
+STEPS, MINI_BATCHES, MINI_BATCH, GROUP = 3, 2, 2, 2
+WEIGHTS = bytes(1 << 20)
+
+
+def setup(place: House) -> TrainerSetup:
+    return TrainerSetup(
+        run_id="r1",
+        config=scheduler_pb2.RunConfig(
+            switch=scheduler_pb2.SwitchConfig(enable_switch=True),
+            train_batch_size=MINI_BATCHES * MINI_BATCH,
+            parameter_sync_step=MINI_BATCHES,
+            mini_batch_size=MINI_BATCH,
+            total_training_steps=STEPS,
+            hybrid_gpus=2,
+            standalone_gpus=2,
+            num_warmup_batches=1,
+            group_size=GROUP,
+        ),
+        scheduler=place.scheduler.target,
+        buffer=place.buffer.target,
+        engine=place.engine.target,
+        buffer_config=buffer_pb2.RunConfig(
+            partitions=[buffer_pb2.PartitionConfig(name="train", default_group_size=GROUP)]
+        ),
+    )
+
+
+def prompts(first: int, count: int) -> list[buffer_pb2.GroupSpec]:
+    data, content_type = pack([1, 2, 3])
+    return [
+        buffer_pb2.GroupSpec(group_id=f"g{number}", prompt=buffer_pb2.Payload(inline=data, content_type=content_type))
+        for number in range(first, first + count)
+    ]
+
+
+def train(place: House, loop: asyncio.AbstractEventLoop) -> tuple[list[str], list[events_pb2.Mode.ValueType]]:
+    """A trainer with one thread; returns the groups it trained on and the mode after each step."""
+    trained: list[str] = []
+    modes: list[events_pb2.Mode.ValueType] = []
+    next_prompt = 0
+    with TrainerHooks.open(setup(place)) as hooks:
+
+        def update_weights(target: WeightTarget) -> None:
+            hooks.move_bytes(target, WEIGHTS)
+
+        asyncio.run_coroutine_threadsafe(place.register("r1", hooks.epoch), loop).result(30)
+        hooks.on_init_end(update_weights)
+        assert hooks.mode == events_pb2.MODE_ROLLOUT
+        next_prompt += hooks.on_train_begin(prompts(next_prompt, hooks.warmup_groups))
+        for step in range(hooks.next_step, STEPS + 1):
+            hooks.on_step_begin(step)
+            next_prompt += hooks.add_groups(step, prompts(next_prompt, MINI_BATCHES * MINI_BATCH))
+            hooks.prepare_step(step)
+            assert hooks.mode == events_pb2.MODE_TRAINER
+            for mini_batch in range(MINI_BATCHES):
+                hooks.on_sample_begin(step, mini_batch)
+                batch = hooks.sample(step, mini_batch, MINI_BATCH)
+                assert hooks.on_sample_end(step, mini_batch, tokens=batch.tokens) >= 0
+                for output, payload in zip(batch.outputs, batch.payloads(), strict=True):
+                    token_ids, _ = unpack(payload, output.payload.content_type)
+                    assert len(token_ids) == sum(segment.tokens for segment in output.segments) > 0
+                    assert output.rewards == {"reward": 1.0}
+                trained += [group.group_id for group in batch.groups]
+                batch.commit()
+            metrics = hooks.on_step_end(step, update_weights)
+            assert "separate_async/decision/remaining" in metrics
+            modes.append(hooks.mode)
+    return trained, modes
+
+
+@pytest.mark.timeout(120)
+async def test_a_small_training_runs_end_to_end() -> None:
+    """What each part believes of the others' contract is only tested by the parts together."""
+    async with house() as place:
+        worker = RolloutWorker(
+            WorkerSetup("r1", place.buffer.target, place.engine.target, concurrency=8, max_tokens=400),
+            reward_fn=lambda job, generation: {"reward": 1.0},
+        )
+        working = asyncio.create_task(worker.run())
+        trained, modes = await asyncio.to_thread(train, place, asyncio.get_running_loop())
+        worker.stop()
+        stats = await working
+    assert len(trained) == len(set(trained)) == STEPS * MINI_BATCHES * MINI_BATCH
+    assert modes[-1] == events_pb2.MODE_TRAINER
+    assert stats.finished >= len(trained) * GROUP
+    assert stats.failed == stats.lost == 0
