@@ -8,6 +8,7 @@ Invariants: times are seconds from now; the curves rise; nothing here is remembe
 """
 
 from dataclasses import dataclass
+from math import inf
 
 import numpy as np
 
@@ -19,7 +20,6 @@ _CANDIDATES = np.linspace(0.0, 1.0, 20) ** 2
 # How far beyond the moment at which the whole step is covered a lend is considered.
 _BEYOND = 1.25
 # Tokens by which a group that outlived all its scenarios is expected to go on, times the rank of the scenario.
-STRETCH = 1.0
 _OVERDUE = 30.0
 
 
@@ -27,7 +27,7 @@ _OVERDUE = 30.0
 class Setting:
     """What is known of engines and trainer. base, slope: seconds per token and request. prefill: tokens per second of a
     replica. lend_s, reclaim_s: costs. mini_batch_s: training of one. token_value_s: seconds of a later wait that one
-    token saves."""
+    token saves. stretch: how much longer than predicted arrivals took after a reclaim."""
 
     hybrids: int
     standalones: int
@@ -39,6 +39,7 @@ class Setting:
     mini_batch: int
     mini_batch_s: float
     token_value_s: float
+    stretch: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,7 @@ class Outlook:
         self._setting = setting
         self._left = left
         self.members = len(left)
+        self.mini_batch_s = setting.mini_batch_s
         self._prefix = prefix
         self._hybrid = hybrid
         self.completion = np.maximum.reduceat(left, first, axis=0)
@@ -80,7 +82,7 @@ class Outlook:
         self.tokens = _integral(self._running, self._x)
         self._all_t = self._times(setting.hybrids + setting.standalones)
         self._alone_t = self._times(setting.standalones)
-        self._late_t = self._alone_t * STRETCH
+        self._late_t = self._alone_t * setting.stretch
 
     def placed(self, standalone: np.ndarray) -> None:  # type: ignore[type-arg]
         """Suppose that members are on standalone replicas where that is true, on hybrid ones otherwise."""
@@ -125,12 +127,13 @@ class Outlook:
         x_end = np.interp(np.maximum(end - decode_s, 0.0) + before, self._alone_t, self._x)
         return self._prospect(end, x_end, np.array([start_s]), needed.shape[1], np.zeros(1), x0)
 
-    def lent(self, needed: Floats, serving_s: float, decode_s: float, x0: float) -> Prospect:
-        """All replicas serve from `serving_s` and decode from `decode_s`, at x0; then the best moment to reclaim."""
+    def lent(self, needed: Floats, serving_s: float, decode_s: float, x0: float, longest: float = inf) -> Prospect:
+        """All replicas serve from `serving_s` and decode from `decode_s`, at x0; then the best moment to reclaim, at most
+        `longest` seconds later."""
         setting = self._setting
         before = np.interp(x0, self._x, self._all_t)
         covered = decode_s + np.interp(needed.mean(axis=0)[-1], self._x, self._all_t) - before
-        delta = _CANDIDATES * max(covered - serving_s, 1.0) * _BEYOND
+        delta = _CANDIDATES * min(max(covered - serving_s, 1.0) * _BEYOND, longest)
         back = serving_s + delta
         x1 = np.interp(np.maximum(back - decode_s, 0.0) + before, self._all_t, self._x)
         prefix = np.interp(x1, self._x, self._hybrid_prefix)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from services.scheduler.policies.errors import EventOrderError
+from services.scheduler.policies.jit.hindsight import Hindsight
 from services.scheduler.policies.jit.inflight import Groups, InFlight
 from services.scheduler.policies.jit.lengths import Floats, LengthModel
 from services.scheduler.policies.jit.outlook import Outlook, Prospect, Setting
@@ -33,6 +34,7 @@ from services.scheduler.policies.types import (
     RequestProgress,
     RunOpened,
     StarvationBegan,
+    StarvationEnded,
     StepBegan,
     StepEnded,
     SyncDone,
@@ -70,6 +72,7 @@ class JitPolicy:
         self._lengths = LengthModel(run.max_response_length)
         self._speed = SpeedModel()
         self._rhythm = Rhythm(config.switch.switch_cost_window_size)
+        self._hindsight = Hindsight()
         self._hybrids = max(run.hybrid_gpus, 0)
         self._standalones = max(run.standalone_gpus, 1)
         self._depth: DepthObserved | None = None
@@ -113,6 +116,8 @@ class JitPolicy:
                 self._sampleable = event.sampleable
             case StarvationBegan():
                 self._sampleable = event.sampleable
+            case StarvationEnded():
+                self._hindsight.waited(event.wait_s)
             case StepBegan():
                 self._step = event.step
                 self._mini_batches_done = 0
@@ -120,7 +125,10 @@ class JitPolicy:
                 self._mini_batches_done = event.mini_batch + 1
             case StepEnded():
                 self._step, self._ended = None, event.step
+                self._hindsight.step_ended()
             case LendDone() | ReclaimDone() | SyncDone():
+                if isinstance(event, ReclaimDone):
+                    self._predict_wait(event.at - event.cost_s)
                 lent = isinstance(event, LendDone)
                 replicas = self._standalones + (self._hybrids if lent else 0)
                 self._speed.moved(event.at + 1.2 * self._groups.tokens / (self._speed.prefill * replicas))
@@ -316,6 +324,18 @@ class JitPolicy:
         )
         return alone, lent, placement
 
+    def _predict_wait(self, reclaimed_at: float) -> None:
+        """Remember what the step is expected to wait after a reclaim, to learn from it when the step ends."""
+        if self._step is None or not self._lengths.ready or self._groups.read_at is None or not len(self._groups):
+            return
+        run = self._config.run
+        forecast = self._forecast(0)
+        outlook = forecast.outlook
+        x0 = outlook.tokens_after(max(reclaimed_at - forecast.at, 0.0), lent=True)
+        left = run.parameter_sync_step - self._mini_batches_done
+        needed = outlook.needed(self._alive(forecast, 0), self._sampleable, left, x0)
+        self._hindsight.predicted(outlook.lent(needed, 0.0, 0.0, x0, longest=0.0).wait_s, left * outlook.mini_batch_s)
+
     def _alive(self, forecast: _Forecast, fresh: int) -> np.ndarray:  # type: ignore[type-arg]
         """Which groups of the forecast are still in flight: the fresh ones are its last."""
         del fresh
@@ -360,6 +380,7 @@ class JitPolicy:
             mini_batch=run.mini_batch_size,
             mini_batch_s=rhythm.mini_batch_s or 0.0,
             token_value_s=self._token_value_s(base, slope),
+            stretch=self._hindsight.stretch,
         )
 
     def _token_value_s(self, base: float, slope: float) -> float:
@@ -387,6 +408,7 @@ class JitPolicy:
             "decode_base_seconds": base,
             "decode_slope_seconds": slope,
             "prefill_tokens_per_second": self._speed.prefill,
+            "arrival_stretch": self._hindsight.stretch,
             "covered_share": self._groups.coverage,
         } | self._rhythm.numbers(now)
 
@@ -396,4 +418,4 @@ class JitPolicy:
         return self._depth
 
 
-PHI = 0.9
+PHI = 1.0
