@@ -42,14 +42,14 @@ def word(name: str, prefix: str) -> str:
     return name.removeprefix(prefix).lower()
 
 
-def replica_state(replica: engine_pb2.Replica) -> str:
-    """Return what a replica does, in one word of the event file."""
+def replica_state(replica: engine_pb2.Replica, running: int) -> str:
+    """Return what a replica with so many running requests does, in one word of the event file."""
     moving = replica.update_id or replica.route == engine_pb2.ROUTE_STATE_HELD
     if moving:
         return "updating"
     if replica.confirmed_free or replica.sleep_level != engine_pb2.SLEEP_LEVEL_UNSPECIFIED:
         return "asleep"
-    if replica.running and not replica.paused:
+    if running and not replica.paused:
         return "decoding"
     return "idle"
 
@@ -63,6 +63,8 @@ class Recorder:
         self._replicas = replicas
         self._on_event = on_event
         self._events: list[Event] = []
+        self._known: dict[str, engine_pb2.Replica] = {}
+        self._running: dict[str, int] = {}
         self._states: dict[str, str] = {}
         self._began = asyncio.Event()
         self._began_unix: float | None = None
@@ -92,17 +94,18 @@ class Recorder:
 
     def take_replica(self, replica: engine_pb2.Replica) -> None:
         """Take in the present state of a replica."""
-        replica_id, state = replica.spec.replica_id, replica_state(replica)
-        if self._states.get(replica_id) == state:
-            return
-        self._states[replica_id] = state
-        if self._began_unix is not None:
-            at = (time.monotonic() - self._began_monotonic) / self._scale
-            self._record(Event(max(at, 0.0), "replica", {"replica_id": replica_id, "state": state}))
+        self._known[replica.spec.replica_id] = replica
+        at = (time.monotonic() - self._began_monotonic) / self._scale if self._began.is_set() else 0.0
+        self._look_at(replica.spec.replica_id, at)
 
     def take_run_event(self, event: events_pb2.RunEvent) -> None:
         """Take in an event of the run; those that are no part of the event file are left out."""
         self._next_sequence = event.sequence + 1
+        if event.HasField("replica_counters"):
+            # The controller tells of a replica when its state changes; how much it has to do is told in these readings.
+            for reading in event.replica_counters.replicas:
+                self._running[reading.replica_id] = reading.running
+                self._look_at(reading.replica_id, self._run_time(event))
         if (made := translate(event)) is not None:
             name, values = made
             self._record(Event(max(self._run_time(event), 0.0), name, values))
@@ -127,6 +130,17 @@ class Recorder:
     async def until_began(self) -> None:
         """Return once the trainer has started the job's clock."""
         await self._began.wait()
+
+    def _look_at(self, replica_id: str, at: float) -> None:
+        replica = self._known.get(replica_id)
+        if replica is None:
+            return
+        state = replica_state(replica, self._running.get(replica_id, 0))
+        if self._states.get(replica_id) == state:
+            return
+        self._states[replica_id] = state
+        if self._began.is_set():
+            self._record(Event(max(at, 0.0), "replica", {"replica_id": replica_id, "state": state}))
 
     def _run_time(self, event: events_pb2.RunEvent) -> float:
         if self._run_offset is None:

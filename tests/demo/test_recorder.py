@@ -66,27 +66,43 @@ def test_what_replicas_did_before_the_job_began_is_recorded_at_its_beginning() -
     recording.take_replica(replica)
     assert len(recording.events) == 2
     replica.confirmed_free = False
-    replica.route, replica.running = engine_pb2.ROUTE_STATE_SERVING, 1
+    replica.route = engine_pb2.ROUTE_STATE_SERVING
     recording.take_replica(replica)
-    assert recording.events[-1].values == {"replica_id": "hybrid-0", "state": "decoding"}
+    assert recording.events[-1].values == {"replica_id": "hybrid-0", "state": "idle"}
     assert 0 <= recording.events[-1].at < 60 / SCALE
 
 
+def test_a_replica_decodes_when_the_readings_say_that_requests_run() -> None:
+    """The controller tells of changes of state alone; without the readings all replicas would look idle."""
+    recording = recorder()
+    now = time.time()
+    recording.take_line(began(now))
+    route = engine_pb2.ROUTE_STATE_SERVING
+    recording.take_replica(engine_pb2.Replica(spec=engine_pb2.ReplicaSpec(replica_id="hybrid-0"), route=route))
+    reading = events_pb2.ReplicaReading(replica_id="hybrid-0", running=3)
+    counters = events_pb2.ReplicaCounters(replicas=[reading])
+    recording.take_run_event(
+        events_pb2.RunEvent(sequence=1, at=0.0, time=timestamp(now + 1.0), replica_counters=counters)
+    )
+    last = recording.events[-1]
+    assert (round(last.at, 3), last["state"]) == (10.0, "decoding")
+
+
 @pytest.mark.parametrize(
-    ("replica", "state"),
+    ("replica", "running", "state"),
     [
-        (engine_pb2.Replica(update_id="u", running=3), "updating"),
-        (engine_pb2.Replica(route=engine_pb2.ROUTE_STATE_HELD), "updating"),
-        (engine_pb2.Replica(sleep_level=engine_pb2.SLEEP_LEVEL_TWO), "asleep"),
-        (engine_pb2.Replica(confirmed_free=True), "asleep"),
-        (engine_pb2.Replica(route=engine_pb2.ROUTE_STATE_SERVING, running=1), "decoding"),
-        (engine_pb2.Replica(route=engine_pb2.ROUTE_STATE_SERVING), "idle"),
-        (engine_pb2.Replica(running=1, paused=True), "idle"),
+        (engine_pb2.Replica(update_id="u"), 3, "updating"),
+        (engine_pb2.Replica(route=engine_pb2.ROUTE_STATE_HELD), 0, "updating"),
+        (engine_pb2.Replica(sleep_level=engine_pb2.SLEEP_LEVEL_TWO), 2, "asleep"),
+        (engine_pb2.Replica(confirmed_free=True), 0, "asleep"),
+        (engine_pb2.Replica(route=engine_pb2.ROUTE_STATE_SERVING), 1, "decoding"),
+        (engine_pb2.Replica(route=engine_pb2.ROUTE_STATE_SERVING), 0, "idle"),
+        (engine_pb2.Replica(paused=True), 1, "idle"),
     ],
 )
-def test_a_replica_has_one_state_at_a_time(replica: engine_pb2.Replica, state: str) -> None:
+def test_a_replica_has_one_state_at_a_time(replica: engine_pb2.Replica, running: int, state: str) -> None:
     """The colours of the picture."""
-    assert replica_state(replica) == state
+    assert replica_state(replica, running) == state
 
 
 def test_groups_that_left_are_told_with_their_reasons() -> None:
