@@ -16,7 +16,7 @@ from services.engine.domain.replica import Replica
 from services.engine.domain.spec import WEIGHTS, Cache, PauseMode
 from services.engine.fanout import FanOut, Result, carry_out
 from services.engine.slot import Deadline, Slot
-from services.runtime.errors import TurnoutError, aborted, failed_precondition, invalid_argument, permission_denied
+from services.runtime.errors import aborted, failed_precondition, invalid_argument, permission_denied
 
 FAULT_PREFIX: Final = "fault_"
 """Methods of this prefix break an engine on purpose. They do not queue, since a hung engine has to be healed too."""
@@ -34,14 +34,7 @@ class Commands:
         if mode is PauseMode.KEEP:
             raise invalid_argument("mode", "requests that are kept would lose their KV memory", value="KEEP")
 
-        async def action(slot: Slot, deadline: Deadline) -> Result:
-            async with slot.exclusive(deadline) as replica:
-                result = await carry_out(slot, replica.plan_sleep(level, mode), deadline)
-                if not result.skipped and not replica.fully_asleep:
-                    raise _unconfirmed(replica, "asleep")
-                return result
-
-        return await self._fan_out.run("Sleep", slots, timeout, action)
+        return await self._planned("Sleep", slots, timeout, lambda replica: replica.plan_sleep(level, mode))
 
     async def wake_up(self, slots: Sequence[Slot], tags: frozenset[str] | None, timeout: float) -> Operation:
         """Refill memory; None is all tags. An unknown tag refuses the whole call."""
@@ -49,15 +42,7 @@ class Commands:
             for slot in slots:
                 slot.replica.check_tags(tags)
 
-        async def action(slot: Slot, deadline: Deadline) -> Result:
-            async with slot.exclusive(deadline) as replica:
-                result = await carry_out(slot, replica.plan_wake(tags), deadline)
-                wanted = replica.state.declared_tags if tags is None else tags
-                if not result.skipped and replica.asleep_tags & wanted:
-                    raise _unconfirmed(replica, "awake")
-                return result
-
-        return await self._fan_out.run("WakeUp", slots, timeout, action)
+        return await self._planned("WakeUp", slots, timeout, lambda replica: replica.plan_wake(tags))
 
     async def release_kv_cache(self, slots: Sequence[Slot], timeout: float) -> Operation:
         """Free KV memory."""
@@ -135,11 +120,3 @@ def _check_arguments(arguments_json: str) -> None:
         arguments = None
     if not isinstance(arguments, dict) or not arguments.keys() <= {"args", "kwargs"}:
         raise invalid_argument("arguments_json", 'arguments are one JSON object {"args": [...], "kwargs": {...}}')
-
-
-def _unconfirmed(replica: Replica, what: str) -> TurnoutError:
-    return aborted(
-        "NOT_CONFIRMED",
-        f"the engine of {replica.replica_id} said done and is not {what}",
-        replica_id=replica.replica_id,
-    )

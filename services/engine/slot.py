@@ -137,6 +137,12 @@ class Slot:
                 self.replica.applied(call)
                 if not isinstance(call, ResetCaches):
                     await self.refresh(deadline.left)
+                if not self.replica.confirms(call):
+                    raise aborted(
+                        "NOT_CONFIRMED",
+                        f"{type(call).__name__}: the engine of {self.replica_id} said done, its state says otherwise",
+                        replica_id=self.replica_id,
+                    )
 
     async def command(self, work: Awaitable[T], deadline: Deadline) -> T:
         """Have the engine do something, within the deadline. A failure leaves the state in doubt until a probe."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +12,7 @@ import google_crc32c
 import grpc
 import grpc.aio
 from google.protobuf.duration_pb2 import Duration
+from grpc_health.v1 import health_pb2
 
 from services.engine.controller import Controller
 from services.engine.fleet import OpenBackend
@@ -220,8 +221,22 @@ async def generate(engine: Engine, request_id: str, prompt: Sequence[int] = (1, 
     return output
 
 
-async def until(condition: Any, timeout: float = 10.0) -> None:
+async def until(condition: Callable[[], bool | Awaitable[bool]], timeout: float = 10.0) -> None:
     """Wait until a condition holds that no event tells of."""
     async with asyncio.timeout(timeout):
-        while not condition():  # noqa: ASYNC110
+        while True:
+            holds = condition()
+            if holds if isinstance(holds, bool) else await holds:
+                return
             await asyncio.sleep(0.005)
+
+
+async def serving(engine: Engine) -> bool:
+    """What gRPC health says."""
+    async with grpc.aio.insecure_channel(engine.host.target) as channel:
+        check = channel.unary_unary(
+            "/grpc.health.v1.Health/Check",
+            request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
+            response_deserializer=health_pb2.HealthCheckResponse.FromString,
+        )
+        return bool((await check(health_pb2.HealthCheckRequest())).status == health_pb2.HealthCheckResponse.SERVING)

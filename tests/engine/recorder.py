@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import TypeVar
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
 
 from services.engine.backends.base import Backend, EngineOutput, EngineProgress, EngineRequest, Shards
 from services.engine.domain.operations import Shard
 from services.engine.domain.replica import EngineState
 from services.engine.domain.spec import Cache, PauseMode, ReplicaSpec
 from services.engine.reference.engine import EngineConfig, ReferenceEngine
-from services.runtime.clock import Clock
+from services.runtime.clock import Clock, MonotonicClock
 from services.runtime.errors import TurnoutError
+from tests.engine.helpers import Engine, Output, generate, register, running, until
 
 T = TypeVar("T")
 
@@ -23,8 +25,8 @@ T = TypeVar("T")
 class Recorder:
     """One engine: `calls` are the names of its commands in order; `faults` strike the next calls of a name.
 
-    A fault is an error to raise before the engine does anything, or an event to wait for; `lost` names calls whose reply
-    is lost after the engine carried them out.
+    A fault is an error to raise before the engine does anything, or an event to wait for; `lost` names calls whose
+    reply is lost after the engine carried them out.
     """
 
     def __init__(self, engine: ReferenceEngine, journal: list[tuple[str, str]], replica_id: str) -> None:
@@ -150,3 +152,41 @@ class Recorders:
         self.journal.clear()
         for recorder in self.by_id.values():
             recorder.calls.clear()
+
+
+@asynccontextmanager
+async def recorded(
+    *named: str, scale: float = 0.01, spec_fields: dict[str, Any] | None = None, **settings: Any
+) -> AsyncIterator[tuple[Engine, Recorders]]:
+    """A controller over recorders; `named` are replicas as ID:ROLE."""
+    clock = MonotonicClock(scale)
+    recorders = Recorders(clock)
+    async with running(clock, open_backend=recorders.open, **settings) as engine:
+        for name in named:
+            replica_id, _, role = name.partition(":")
+            await register(engine, replica_id, role, **(spec_fields or {}))
+        yield engine, recorders
+
+
+@asynccontextmanager
+async def requests_running(
+    engine: Engine, count: int, *, max_tokens: int = 100_000, **fields: Any
+) -> AsyncIterator[list[asyncio.Task[Output]]]:
+    """Requests that engines have; they are cancelled at the end unless they ended before."""
+    before = in_engines(engine)
+    tasks = [
+        asyncio.create_task(generate(engine, f"running-{i}", (i, 7), max_tokens=max_tokens, **fields))
+        for i in range(count)
+    ]
+    await until(lambda: in_engines(engine) == before + count)
+    try:
+        yield tasks
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def in_engines(engine: Engine) -> int:
+    """Requests that engines have."""
+    return sum(len(slot.forwards) for slot in engine.controller.fleet.all)

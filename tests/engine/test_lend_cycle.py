@@ -8,7 +8,6 @@ import pytest
 
 from tests.engine.helpers import (
     RUN,
-    Engine,
     generate,
     kinds,
     lend,
@@ -20,12 +19,8 @@ from tests.engine.helpers import (
     until,
     update,
 )
+from tests.engine.recorder import in_engines
 from turnout.engine.v1 import engine_pb2 as pb
-
-
-def in_engines(engine: Engine) -> int:
-    """Requests that engines have."""
-    return sum(len(slot.forwards) for slot in engine.controller.fleet.all)
 
 
 @pytest.mark.parametrize("behind_agent", [False, True])

@@ -265,6 +265,25 @@ class Replica:
             case _:
                 pass
 
+    def confirms(self, call: Call) -> bool:
+        """Whether the engine, as it told last, is where a call was to bring it."""
+        resident = self.state.resident_tags
+        match call:
+            case Pause():
+                return self.state.paused
+            case Resume():
+                return not self.state.paused
+            case Sleep():
+                return not resident
+            case WakeUp(tags=tags):
+                return tags <= resident
+            case ReleaseKv():
+                return KV_CACHE not in resident
+            case ResumeKv():
+                return KV_CACHE in resident
+            case _:
+                return True
+
     def doubt(self) -> None:
         """A call failed, so that nobody knows what the engine did; until a probe it counts as able to nothing."""
         self.uncertain = True
