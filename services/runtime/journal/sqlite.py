@@ -1,0 +1,386 @@
+"""The journal on disk, as the event loop sees it.
+
+Invariants: nothing here blocks the loop: commits happen on the writer's thread, reads and everything rare on two more.
+A parcel is handed to the writer at the end of the turn in which its first record came, so callers that run in
+one turn share a commit even when the disk is idle. Whoever waits is told exactly once, in order, and after the first
+failure is told that failure.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Final, TypeVar
+
+from services.runtime.errors import TurnoutError, failed_precondition, out_of_range
+from services.runtime.journal.ballast import Ballast
+from services.runtime.journal.batch import (
+    PARCEL_BYTES,
+    Chain,
+    Record,
+    pack_length,
+    require_payload,
+    stream_prefix,
+)
+from services.runtime.journal.database import Database
+from services.runtime.journal.durable import Durable, Parcel
+from services.runtime.journal.failures import (
+    Cause,
+    JournalFailure,
+    cause_of,
+    closed,
+    damaged,
+    failure_of,
+    is_damage,
+    not_failed,
+    reopened,
+)
+from services.runtime.journal.files import JournalFiles
+from services.runtime.journal.journal import JournalState, JournalStats
+from services.runtime.journal.lock import DirectoryLock
+from services.runtime.journal.opening import Opened, Seams, open_database
+from services.runtime.journal.options import JournalOptions
+from services.runtime.journal.snapshot import SnapshotReader, SnapshotWriter
+from services.runtime.journal.writer import Job, Writer
+
+SNAPSHOT_BYTES: Final = 1 << 20
+"""Chunks of a snapshot go to and from their thread in lots of this size, since owners like small chunks."""
+
+_PREFIXES: Final = 10_000
+"""Streams whose encoded names are kept at hand: far more than there are runs at a time."""
+
+R = TypeVar("R")
+
+
+class SqliteJournal:
+    """A Journal in a directory of its own. Made by `open`."""
+
+    def __init__(
+        self, files: JournalFiles, schema: str, options: JournalOptions, seams: Seams, lock: DirectoryLock
+    ) -> None:
+        self._files = files
+        self._schema = schema
+        self._options = options
+        self._seams = seams
+        self._lock = lock
+        self._ballast = Ballast(files.ballast, options.ballast_bytes)
+        self._reads = ThreadPoolExecutor(1, thread_name_prefix=f"{schema} journal reads")
+        self._rest = ThreadPoolExecutor(1, thread_name_prefix=f"{schema} journal")
+        self._loop = asyncio.get_running_loop()
+        self._prefixes: dict[str, bytes] = {}
+        self._stopped = asyncio.Event()
+        self._snapshotting = False
+
+    @classmethod
+    async def open(cls, directory: Path, *, schema: str, options: JournalOptions, seams: Seams) -> SqliteJournal:
+        """Open the journal in `directory`, or make it. See `open_journal` for the errors."""
+        files = JournalFiles(directory)
+        try:
+            lock = DirectoryLock(files.lock)
+        except OSError as error:
+            raise failure_of(error).error from error
+        journal = cls(files, schema, options, seams, lock)
+        try:
+            await journal._open()
+        except BaseException:
+            journal._shut_threads()
+            lock.release()
+            raise
+        return journal
+
+    async def _open(self) -> None:
+        self._begin(
+            await self._aside(
+                lambda: open_database(self._files, self._options, self._schema, self._ballast, self._seams)
+            )
+        )
+
+    def _begin(self, opened: Opened) -> None:
+        self._database, self.lost = opened
+        self._position = self._durable_position = self._database.position
+        self._records = self._commits = 0
+        self._parcel: Parcel | None = None
+        self._last = Parcel()
+        self._last.settle()
+        self._checkpointing = False
+        self._state = JournalState.OPEN
+        self._failure: JournalFailure | None = None
+        self._stopped.clear()
+        name = f"{self._schema} journal writer"
+        self._writer = Writer(self._database.append, self, self._after_work, name)
+
+    @property
+    def id(self) -> str:
+        return self._database.meta.journal_id.hex()
+
+    @property
+    def incarnation(self) -> int:
+        return self._database.meta.incarnation
+
+    @property
+    def state(self) -> JournalState:
+        return self._state
+
+    @property
+    def failure(self) -> JournalFailure | None:
+        return self._failure
+
+    @property
+    def position(self) -> int:
+        return self._position
+
+    @property
+    def durable_position(self) -> int:
+        return self._durable_position
+
+    @property
+    def snapshot_position(self) -> int:
+        return self._database.meta.snapshot_position
+
+    @property
+    def compaction_due(self) -> bool:
+        return self._database.log_bytes >= max(self._options.compact_bytes, self._database.snapshot_bytes)
+
+    @property
+    def short_of_space(self) -> bool:
+        return self._ballast.given_back
+
+    @property
+    def stats(self) -> JournalStats:
+        return JournalStats(
+            records=self._records,
+            commits=self._commits,
+            pending_records=self._position - self._durable_position,
+            log_bytes=self._database.log_bytes,
+            wal_bytes=self._database.wal_bytes,
+        )
+
+    def append(self, stream: str, payload: bytes) -> Durable:
+        if self._state is not JournalState.OPEN:
+            raise self._refusal()
+        prefix = self._prefixes.get(stream) or self._prefix(stream)
+        require_payload(payload)
+        parcel = self._parcel
+        if parcel is None or parcel.size + len(payload) > PARCEL_BYTES:
+            parcel = self._new_parcel()
+        length = pack_length(len(payload))
+        parcel.parts += (prefix, length, payload)
+        parcel.size += len(prefix) + len(length) + len(payload)
+        parcel.count += 1
+        self._position += 1
+        return Durable(self._position, parcel)
+
+    def tail(self) -> Durable:
+        return Durable(self._position, self._parcel or self._last)
+
+    async def replay(self, after: int | None = None, streams: Collection[str] | None = None) -> AsyncIterator[Record]:
+        database = self._database
+        until = self._durable_position
+        if after is None:
+            after = database.meta.snapshot_position
+        database.require_present(after)
+        chain = Chain(after + 1)
+        while chain.next_position <= until:
+            batches = await self._read(lambda: database.read_slice(chain, until), chain)
+            if self._database is not database:
+                raise reopened()
+            for batch in batches:
+                for record in batch.records():
+                    if after < record.position <= until and (streams is None or record.stream in streams):
+                        yield record
+
+    async def read_snapshot(self) -> AsyncIterator[bytes]:
+        meta = self._database.meta
+        if not meta.snapshot_position:
+            return
+        # Opened at once, on the loop: a newer snapshot may remove the file in the next turn.
+        reader = SnapshotReader(self._files, meta.journal_id, meta.snapshot_position, meta.snapshot_crc)
+        try:
+            while chunks := await self._elsewhere(self._reads, lambda: reader.take(SNAPSHOT_BYTES)):
+                for chunk in chunks:
+                    yield chunk
+        finally:
+            reader.close()
+
+    async def snapshot(self, position: int, chunks: AsyncIterable[bytes]) -> None:
+        if self._state is not JournalState.OPEN:
+            raise self._refusal()
+        if self._snapshotting:
+            raise failed_precondition("SNAPSHOT_RUNNING", "another snapshot is being written")
+        if not self.snapshot_position < position <= self._position:
+            message = f"a snapshot stands for more than {self.snapshot_position} and at most {self._position} records"
+            raise out_of_range("SNAPSHOT_POSITION", message, field="position", value=position)
+        self._snapshotting = True
+        try:
+            await self._write_snapshot(self._database, position, chunks)
+        finally:
+            self._snapshotting = False
+
+    async def failed(self) -> JournalFailure:
+        await self._stopped.wait()
+        return self._failure or JournalFailure(closed(), fatal=False)
+
+    async def reopen(self) -> None:
+        if self._state is not JournalState.FAILED:
+            raise not_failed(self._state.name)
+        await self._writer.stop()
+        await self._aside(lambda: self._database.close(checkpoint=False))
+        await self._open()
+
+    async def give_back_ballast(self) -> bool:
+        return await self._aside(self._ballast.give_back)
+
+    async def take_ballast(self) -> bool:
+        return await self._aside(self._ballast.take)
+
+    async def close(self) -> None:
+        if self._state is JournalState.CLOSED:
+            return
+        self._hand_over()
+        in_order = self._state is JournalState.OPEN
+        self._state = JournalState.CLOSED
+        await self._writer.stop()
+        try:
+            await self._aside(lambda: self._database.close(checkpoint=in_order and self._failure is None))
+        except sqlite3.Error as error:
+            # Everything is durable in the WAL; the next opening copies it.
+            self._failure = self._failure or failure_of(error)
+        finally:
+            self._shut_threads()
+            self._lock.release()
+            self._stopped.set()
+
+    def committed(self, parcels: list[Parcel]) -> None:
+        """Tell those who wait; called by the writer."""
+        error = self._failure.error if self._failure else None
+        if error is None:
+            count = sum(parcel.count for parcel in parcels)
+            self._durable_position += count
+            self._records += count
+            self._commits += 1
+        for parcel in parcels:
+            parcel.settle(error)
+
+    def broke(self, parcels: list[Parcel], job: Job | None, failure: JournalFailure) -> None:
+        """Accept nothing more, and tell all who wait; called by the writer and after a failed checkpoint."""
+        if self._failure is None or failure.fatal:
+            self._failure = failure
+        if self._state is not JournalState.CLOSED:
+            self._state = JournalState.FATAL if self._failure.fatal else JournalState.FAILED
+        if self._parcel is not None:
+            self._hand_over()
+        for item in [*parcels, *([job] if job else []), *self._writer.withdraw()]:
+            if isinstance(item, Parcel):
+                item.settle(self._failure.error)
+            else:
+                item.fail(self._failure.error)
+        self._last = Parcel()
+        self._last.settle(self._failure.error)
+        self._stopped.set()
+
+    def _refusal(self) -> TurnoutError:
+        error = self._failure.error if self._failure else closed()
+        return TurnoutError(error.code, error.reason, error.message, error.metadata)
+
+    def _prefix(self, stream: str) -> bytes:
+        if len(self._prefixes) >= _PREFIXES:
+            self._prefixes.clear()
+        prefix = self._prefixes[stream] = stream_prefix(stream)
+        return prefix
+
+    def _new_parcel(self) -> Parcel:
+        self._hand_over()
+        self._loop.call_soon(self._hand_over)
+        self._parcel = Parcel()
+        return self._parcel
+
+    def _hand_over(self) -> None:
+        if self._parcel is not None:
+            self._writer.hand_in(self._parcel)
+            self._last, self._parcel = self._parcel, None
+
+    def _call(self, run: Callable[[], R]) -> asyncio.Future[R]:
+        """Run something on the writer's thread, after all that was handed in."""
+        if self._state is not JournalState.OPEN:
+            raise self._refusal()
+        self._hand_over()
+        return self._writer.call(run)
+
+    async def _aside(self, run: Callable[[], R]) -> R:
+        """Run something rare on the thread for that."""
+        return await self._elsewhere(self._rest, run)
+
+    async def _read(self, run: Callable[[], R], chain: Chain) -> R:
+        try:
+            return await self._elsewhere(self._reads, run)
+        except sqlite3.ProgrammingError:
+            raise reopened() from None  # The connection was closed under the reader.
+        except sqlite3.Error as error:
+            if is_damage(error):
+                last_good = chain.next_position - 1
+                raise damaged(self._files.database.name, str(error), last_good=last_good) from error
+            raise failure_of(error).error from error
+
+    async def _elsewhere(self, threads: ThreadPoolExecutor, run: Callable[[], R]) -> R:
+        try:
+            pending = self._loop.run_in_executor(threads, run)
+        except RuntimeError:
+            raise closed() from None  # The threads were shut down.
+        try:
+            return await pending
+        except OSError as error:
+            raise failure_of(error).error from error
+
+    async def _write_snapshot(self, database: Database, position: int, chunks: AsyncIterable[bytes]) -> None:
+        journal_id = database.meta.journal_id
+        writer = await self._aside(lambda: SnapshotWriter(self._files, journal_id, position))
+        try:
+            lot: list[bytes] = []
+            size = 0
+            async for chunk in chunks:
+                lot.append(chunk)
+                size += len(chunk)
+                if size >= SNAPSHOT_BYTES:
+                    await self._aside(partial(writer.write, lot))
+                    lot, size = [], 0
+            await self._aside(partial(writer.write, lot))
+            crc = await self._aside(writer.finish)
+            registered = self._call(lambda: database.begin_with_snapshot(position, crc))
+        except BaseException:
+            self._discard(writer)
+            raise
+        # From here on the database may name the file, so even a cancelled caller leaves it: the next opening removes
+        # what is not named.
+        await registered
+        while await self._call(database.delete_slice):
+            pass
+
+    def _discard(self, writer: SnapshotWriter) -> None:
+        try:
+            self._rest.submit(writer.discard)  # behind what the thread still writes
+        except RuntimeError:
+            writer.discard()
+
+    def _after_work(self) -> None:
+        """Start a checkpoint if the WAL is long; on the writer's thread."""
+        if self._database.wal_bytes >= self._options.checkpoint_bytes and not self._checkpointing:
+            self._checkpointing = True
+            self._rest.submit(self._checkpoint, self._database)
+
+    def _checkpoint(self, database: Database) -> None:
+        try:
+            database.checkpoint()
+        except Exception as error:
+            # A full disk leaves the WAL as it is: commits go on while it has room, and ask again.
+            if cause_of(error) is not Cause.DISK_FULL:
+                self._loop.call_soon_threadsafe(self.broke, [], None, failure_of(error))
+        finally:
+            self._checkpointing = False
+
+    def _shut_threads(self) -> None:
+        self._reads.shutdown(wait=False)
+        self._rest.shutdown(wait=False)
