@@ -54,8 +54,13 @@ def cli(debug: bool) -> None:
         os.environ[DEBUG_VARIABLE] = "1"
 
 
+_GRPC_VERBOSITY: Final = "GRPC_VERBOSITY"
+"""gRPC's own variable. Unset, its core writes a line to stderr for every connection that ends."""
+
+
 def run(arguments: list[str] | None = None) -> int:
     """Run the command and return its exit code."""
+    os.environ.setdefault(_GRPC_VERBOSITY, "ERROR")
     try:
         code: Any = cli.main(arguments, prog_name="turnout", standalone_mode=False)
     except click.exceptions.Exit as ended:
