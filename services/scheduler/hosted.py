@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from services.runtime.clock import Clock
 from services.runtime.draining import Draining
-from services.runtime.errors import failed_precondition
+from services.runtime.errors import TurnoutError, failed_precondition
 from services.scheduler.domain.calls import CallKey, Ending
 from services.scheduler.domain.holdings import Holdings
 from services.scheduler.domain.run import Moment, Run
@@ -66,7 +66,7 @@ class HostedRun:
         """A trainer's call arrived: refuse it, or take it as a sign of life."""
         self.run.check_epoch(epoch)
         if not self.run.is_open:
-            raise failed_precondition("RUN_CLOSED", f"the run {self.run.run_id!r} is closed", run_id=self.run.run_id)
+            raise self.closed()
         self.run.lease.renew(self.tools.clock.now())
 
     async def call(self, key: CallKey, content: bytes, work: Callable[[], Awaitable[Answered]]) -> object:
@@ -78,7 +78,21 @@ class HostedRun:
         if stored is not None:
             return stored
         with self.parked():
-            return await asyncio.shield(self.begin(key, content, work))
+            return await self.result(self.begin(key, content, work))
+
+    async def result(self, task: asyncio.Task[object]) -> object:
+        """What a task of the run ends with; the caller may go without ending it."""
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if task.cancelled():
+                raise self.closed() from None
+            raise
+
+    def closed(self) -> TurnoutError:
+        """The error of whatever a closed run is asked for."""
+        message = f"the run {self.run.run_id!r} is closed"
+        return failed_precondition("RUN_CLOSED", message, run_id=self.run.run_id)
 
     def begin(self, key: CallKey, content: bytes, work: Callable[[], Awaitable[Answered]]) -> asyncio.Task[object]:
         """The task in which the run answers `key`, begun now unless it is under way."""

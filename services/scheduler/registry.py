@@ -133,6 +133,9 @@ class Registry:
         """A run. Raises NOT_FOUND / RUN_NOT_FOUND."""
         return self._entry(run_id).hosted
 
+    def __contains__(self, run_id: str) -> bool:
+        return run_id in self._entries
+
     def steps(self, run_id: str) -> Steps:
         """The calls of a run's trainer. Raises NOT_FOUND / RUN_NOT_FOUND."""
         return self._entry(run_id).steps
@@ -377,8 +380,7 @@ class Registry:
             self._saved.pop(forgotten, None)
 
     async def _end(self, entry: _Entry) -> None:
-        error = failed_precondition("RUN_CLOSED", "the run was closed", run_id=entry.hosted.run.run_id)
-        entry.hosted.stop_waits(error)
+        entry.hosted.stop_waits(entry.hosted.closed())
         await entry.hosted.joins.cancel()
         await entry.observer.close()
 

@@ -30,7 +30,7 @@ from services.scheduler.domain.calls import Call, CallKey
 from services.scheduler.domain.lends import Lend, lend_closed
 from services.scheduler.hosted import HostedRun, Tools
 from services.scheduler.peers import seconds
-from services.scheduler.registry import Opening, Registry, SavedRun
+from services.scheduler.registry import Opened, Opening, Registry, SavedRun
 from services.scheduler.steps import BeganStep, CompletedLend, EndedStep, Prepared, Sampled
 from services.scheduler.waiting import Event
 from turnout.buffer.v1 import buffer_pb2
@@ -59,6 +59,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SwitchSchedulerServicer):
         self._registry = registry
         self._tools = tools
         self._incarnation = incarnation
+        self._opened: dict[str, tuple[Opened, pb.OpenRunResponse]] = {}
+        """What was answered to the OpenRun that holds, by run: a repeat gets the same."""
 
     # --------------------------------------------------------------------------------------------------- runs
 
@@ -74,7 +76,10 @@ class SchedulerServicer(scheduler_pb2_grpc.SwitchSchedulerServicer):
             fingerprint(request),
         )
         opened = await self._registry.open(opening)
-        return pb.OpenRunResponse(
+        before, answer = self._opened.get(request.run_id, (None, None))
+        if before is opened and answer is not None:
+            return answer
+        answer = pb.OpenRunResponse(
             epoch=opened.epoch,
             lend=None if opened.lend is None else _init_lend(opened.lend),
             warmup_groups=opened.warmup_groups,
@@ -84,6 +89,9 @@ class SchedulerServicer(scheduler_pb2_grpc.SwitchSchedulerServicer):
             time_scale=self._tools.clock.scale,
             cursor=opened.cursor,
         )
+        self._opened = {run_id: kept for run_id, kept in self._opened.items() if run_id in self._registry}
+        self._opened[request.run_id] = (opened, answer)
+        return answer
 
     async def CloseRun(self, request: pb.CloseRunRequest, context: Context) -> pb.CloseRunResponse:
         await self._registry.close_run(request.run_id, request.epoch, request.reason)

@@ -276,7 +276,7 @@ class Steps:
                     async for event in events_of_wait:
                         yield event
                 try:
-                    answer = await asyncio.shield(task)
+                    answer = await hosted.result(task)
                 except TurnoutError as error:
                     if error.reason != ABANDONED:
                         raise

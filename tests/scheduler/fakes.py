@@ -386,7 +386,7 @@ def host_buffer(fake: FakeBuffer, listen: str = "127.0.0.1:0") -> ServiceHost:
             lambda server: buffer_pb2_grpc.add_ReplayBufferServicer_to_server(fake, server),
         )
 
-    return ServiceHost("buffer", ServiceSettings(listen=[listen]), build)
+    return ServiceHost("buffer", ServiceSettings(listen=[listen], grace_s=0.2), build)
 
 
 def host_engine(fake: FakeEngine, listen: str = "127.0.0.1:0") -> ServiceHost:
@@ -398,4 +398,4 @@ def host_engine(fake: FakeEngine, listen: str = "127.0.0.1:0") -> ServiceHost:
             lambda server: engine_pb2_grpc.add_EngineControllerServicer_to_server(fake, server),
         )
 
-    return ServiceHost("engine", ServiceSettings(listen=[listen]), build)
+    return ServiceHost("engine", ServiceSettings(listen=[listen], grace_s=0.2), build)
