@@ -165,13 +165,13 @@ class Partition:
             self.index.enter(group)
             self.log(GroupEventKind.RETURNED, group, at)
 
-    def evict_due(self, at: Moment) -> int:
-        """Evict what is due at the current step; returns how many groups that were."""
+    def evict_due(self, step: int, at: Moment) -> int:
+        """Evict what is due at `step`; returns how many groups that were."""
         if not self.training:
             return 0
-        due = self.index.due(self.state.step, self.staleness)
+        due = self.index.due(step, self.staleness)
         for group in due:
-            self._evict(group, self._reasons(group), at)
+            self._evict(group, step, self._reasons(group, step), at)
         if self.state.config.refill:
             self.refill.add(len(due))
         return len(due)
@@ -186,17 +186,17 @@ class Partition:
             elif group.state is GroupState.SAMPLED:
                 sampled += 1
             else:
-                due = self._reasons(group) if self.training else ()
-                self._evict(group, (*due, EvictionReason.REQUESTED), at)
+                due = self._reasons(group, self.state.step) if self.training else ()
+                self._evict(group, self.state.step, (*due, EvictionReason.REQUESTED), at)
                 evicted += 1
         if refill and self.training:
             self.refill.add(evicted)
         return EvictionCounts(evicted, missing, sampled)
 
-    def _reasons(self, group: Group) -> tuple[EvictionReason, ...]:
+    def _reasons(self, group: Group, step: int) -> tuple[EvictionReason, ...]:
         reasons: list[EvictionReason] = []
         if group.state is GroupState.FINISHED:
-            kept = oldest_kept(self.staleness, self.state.step)
+            kept = oldest_kept(self.staleness, step)
             if kept is not None and group.born < kept:
                 reasons.append(EvictionReason.STALE)
             if group.zero_variance:
@@ -205,11 +205,11 @@ class Partition:
             reasons.append(EvictionReason.FAILED)
         return tuple(reasons)
 
-    def _evict(self, group: Group, reasons: tuple[EvictionReason, ...], at: Moment) -> None:
+    def _evict(self, group: Group, step: int, reasons: tuple[EvictionReason, ...], at: Moment) -> None:
         self.end_claims(group)
         self._remove(group, GroupState.EVICTED)
         self.state.payloads.drop(group.payloads())
-        self.evictions.record(reasons, span(self.state.step, group.born))
+        self.evictions.record(reasons, span(step, group.born))
         self.log(GroupEventKind.EVICTED, group, at, reasons=reasons)
 
     # --------------------------------------------------------------------------------------------------------- reading

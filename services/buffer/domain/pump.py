@@ -1,6 +1,7 @@
 """Pump: what a change in a partition means for those who wait in it.
 
-Invariants: evictions happen only while a trainer waits, and each creates its credit before anything else is decided;
+Invariants: evictions happen only while a trainer waits, at the highest step it waits for, so that what a read of the
+depth at that step counts is what a Sample finds; each creates its credit before anything else is decided;
 waits that watch see the depth before a Sample consumes it; Samples are met in the order of (target, arrival), with
 disjoint batches, and never while a hold stands; one pass leaves nothing to do until something changes again.
 """
@@ -28,9 +29,10 @@ class Pumped:
 def pump(partition: Partition, at: Moment) -> Pumped:
     """Evict, show refill claims, and end the waits that can end."""
     pumped = Pumped()
-    trainer = next(iter(partition.waits.trainers.values()), None)
-    if trainer is not None:
-        partition.evict_due(at)
+    trainers = partition.waits.trainers
+    if trainers:
+        partition.evict_due(max(wait.step for wait in trainers.values()), at)
+        trainer = next(iter(trainers.values()))
         if not partition.supply_ended:
             shown = partition.refill.show(trainer.order, partition.state.ids)
             pumped.refills = [(trainer, claim) for claim in shown]
