@@ -51,15 +51,17 @@ def write_event(event: Event, generation: Generation) -> pb.GenerateResponse:
         case PlacedEvent(replica_id=replica_id, parked=parked):
             return pb.GenerateResponse(placed=pb.Placed(replica_id=replica_id, parked=parked))
         case DeltaEvent(token_ids=token_ids, logprobs=logprobs):
-            return pb.GenerateResponse(delta=_write_delta(token_ids, logprobs))
+            response = pb.GenerateResponse()
+            _write_delta(response.delta, token_ids, logprobs)
+            return response
         case DoneEvent(finish=finish, token_ids=token_ids, logprobs=logprobs):
-            return pb.GenerateResponse(
-                done=pb.GenerateDone(
-                    finish_reason=FINISHES.write(finish),
-                    rest=_write_delta(token_ids, logprobs),
-                    segments=[_write_segment(segment) for segment in generation.segments],
-                )
-            )
+            # Filled in place: a message that is passed to another's constructor is copied, whole outputs with it.
+            response = pb.GenerateResponse()
+            done = response.done
+            done.finish_reason = FINISHES.write(finish)
+            done.segments.extend(_write_segment(segment) for segment in generation.segments)
+            _write_delta(done.rest, token_ids, logprobs)
+            return response
 
 
 def write_engine_request(run_id: str, replica_id: str, request: EngineRequest) -> pb.GenerateRequest:
@@ -132,14 +134,13 @@ def _read_sampling(request: pb.GenerateRequest) -> Sampling:
     )
 
 
-def _write_delta(token_ids: Sequence[Sequence[int]], logprobs: Sequence[Sequence[float]]) -> pb.Delta:
-    delta = pb.Delta()
+def _write_delta(delta: pb.Delta, token_ids: Sequence[Sequence[int]], logprobs: Sequence[Sequence[float]]) -> None:
+    delta.SetInParent()
     # Extending by a repeated field, which is what agents send, copies without making Python objects.
     for ids in token_ids:
         delta.token_ids.extend(ids)
     for values in logprobs:
         delta.logprobs.extend(values)
-    return delta
 
 
 def _write_segment(segment: Segment) -> pb.OutputSegment:
