@@ -261,6 +261,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SwitchSchedulerServicer):
         grew = asyncio.Event()
         stop = log.listen(grew.set)
         try:
+            # The caller knows now that nothing from here on is missed, though there may be no event for long.
+            await context.send_initial_metadata(())
             while True:
                 grew.clear()
                 while placed := log.read(start, _WATCH_BATCH):
