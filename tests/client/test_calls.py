@@ -183,6 +183,50 @@ def test_a_closed_client_says_so() -> None:
         client.calls.GetRun(buffer_pb2.GetRunRequest(run_id="r1"))
 
 
+def test_closing_ends_a_parked_wait_of_another_thread() -> None:
+    """`turnout top` is left by closing its client; the reading thread must end, and not arm its watch again."""
+    with fake("buffer") as service:
+        service.script["WatchDepth"] = lambda request, context: until_cancelled(context)
+        client = BufferClient(service.target)
+        ended: list[BaseException] = []
+
+        def watch() -> None:
+            try:
+                list(client.watch_depth(buffer_pb2.WatchDepthRequest(run_id="r1")))
+            except LinkClosed as error:
+                ended.append(error)
+
+        thread = threading.Thread(target=watch)
+        thread.start()
+        service.wait_for("WatchDepth")
+        client.close()
+        thread.join(10)
+        assert len(ended) == 1
+
+
+async def test_closing_ends_calls_of_other_tasks_with_an_error_and_no_cancellation() -> None:
+    """A bare CancelledError in a task that nobody cancelled ends it without a trace."""
+    with fake("buffer") as service:
+        service.script["WatchDepth"] = lambda request, context: until_cancelled(context)
+        service.script["ClaimGroups"] = lambda request, context: list(until_cancelled(context))
+        client = AsyncBufferClient(service.target)
+
+        async def claim() -> None:
+            await client.calls.ClaimGroups(buffer_pb2.ClaimGroupsRequest(run_id="r1", max_wait=duration(60)))
+
+        async def watch() -> None:
+            async for _ in client.watch_depth(buffer_pb2.WatchDepthRequest(run_id="r1")):
+                pass
+
+        tasks = [asyncio.create_task(claim()), asyncio.create_task(watch())]
+        await asyncio.to_thread(service.wait_for, "ClaimGroups")
+        await asyncio.to_thread(service.wait_for, "WatchDepth")
+        await client.close()
+        for task in tasks:
+            with pytest.raises(LinkClosed):
+                await task
+
+
 def test_an_asyncio_client_refuses_a_second_event_loop() -> None:
     """grpc.aio shares one poller between loops and then misses wake-ups: an error at once beats a hang later."""
     with fake("buffer") as service:

@@ -9,6 +9,7 @@ from tests.client.fakes import fail, failing, fake
 from turnout import client as turnout_client
 from turnout.buffer.v1 import buffer_pb2
 from turnout.client import BufferClient, PartialFailure, StaleClaim, StaleEpoch, TurnoutError, item_error
+from turnout.client._errors import from_rpc_error
 
 BY_CODE = {
     grpc.StatusCode.CANCELLED: "Cancelled",
@@ -81,6 +82,28 @@ def test_a_status_without_error_info_is_not_taken_for_the_service() -> None:
             client.calls.GetRun(buffer_pb2.GetRunRequest(run_id="r1"))
     assert (caught.value.reason, caught.value.from_service) == ("PERMISSION_DENIED", False)
     assert caught.value.message == "a proxy says no"
+
+
+@pytest.mark.parametrize(
+    ("code", "text", "lost"),
+    [
+        (grpc.StatusCode.CANCELLED, "", True),
+        (grpc.StatusCode.CANCELLED, "Locally cancelled by application!", False),
+        (grpc.StatusCode.INTERNAL, "Received RST_STREAM with error code 2", True),
+        (grpc.StatusCode.INTERNAL, "Exception deserializing response!", False),
+        (grpc.StatusCode.UNKNOWN, "Stream removed", True),
+        (grpc.StatusCode.UNKNOWN, "something else", False),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, "Received RST_STREAM with error code 11", False),
+    ],
+)
+def test_a_call_that_was_cut_is_unavailable_whatever_grpc_calls_it(
+    code: grpc.StatusCode, text: str, lost: bool
+) -> None:
+    """A server that dies with a call at work is seen as CANCELLED; a worker that does not retry it dies, too."""
+    error = from_rpc_error(grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details=text))
+    assert isinstance(error, turnout_client.Unavailable) is lost
+    assert not error.from_service
+    assert text in error.message
 
 
 def test_streams_raise_the_same_errors() -> None:

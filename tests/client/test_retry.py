@@ -89,6 +89,8 @@ def test_an_outage_is_measured_from_the_last_word_of_the_service() -> None:
         (lambda: RetryPolicy(max_attempts=0), "RetryPolicy.max_attempts"),
         (lambda: RetryPolicy(initial=-1), "RetryPolicy.initial"),
         (lambda: Keepalive(interval=0), "Keepalive.interval"),
+        (lambda: Keepalive(interval=0.5), "Keepalive.interval"),
+        (lambda: Keepalive(timeout=0), "Keepalive.timeout"),
         (lambda: ClientOptions(max_message_bytes=2**31), "max_message_bytes"),
     ],
 )

@@ -13,7 +13,7 @@ import grpc
 from turnout.buffer.v1 import buffer_pb2, buffer_pb2_grpc
 from turnout.client._calls import BlockingCallChannel, duration, new_request_id, seconds
 from turnout.client._client import AsyncClient, Client
-from turnout.client._errors import TurnoutError, is_torn, make_error
+from turnout.client._errors import TurnoutError, is_retryable, make_error
 from turnout.client._link import Link, iterate_blocking, run_blocking
 from turnout.client._options import ClientOptions
 from turnout.client._payloads import INLINE_BYTES, Bytes, Download, put_frames, size_of
@@ -174,7 +174,7 @@ class AsyncBufferClient(AsyncClient):
                 answer = await self.calls.PutPayload(put_frames(run_id, data), timeout=attempts.timeout(link.now()))
                 return answer.ref
             except TurnoutError as error:
-                pause = attempts.pause(link.now()) if is_torn(error) else None
+                pause = attempts.pause(link.now()) if is_retryable(error) else None
                 if pause is None:
                     raise
             await link.sleep(pause)
@@ -207,7 +207,7 @@ class AsyncBufferClient(AsyncClient):
                 if not download.complete:
                     pause = outage.pause(link.now())
             except TurnoutError as error:
-                pause = outage.pause(link.now()) if is_torn(error) else None
+                pause = outage.pause(link.now()) if is_retryable(error) else None
                 if pause is None:
                     raise
             finally:

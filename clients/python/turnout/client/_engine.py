@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from turnout.client._calls import BlockingCallChannel, new_request_id
 from turnout.client._client import AsyncClient, Client
-from turnout.client._errors import TurnoutError, is_torn
+from turnout.client._errors import TurnoutError, is_retryable
 from turnout.client._link import Link, iterate_blocking, run_blocking
 from turnout.client._options import ClientOptions
 from turnout.client._payloads import Bytes, size_of, weight_frames
@@ -90,7 +90,7 @@ class AsyncEngineClient(AsyncClient):
                             await link.invoke(on_delta, event.delta)
                 pause = outage.pause(link.now())
             except TurnoutError as error:
-                pause = outage.pause(link.now()) if is_torn(error) else None
+                pause = outage.pause(link.now()) if is_retryable(error) else None
                 if pause is None:
                     raise
             finally:

@@ -1,7 +1,7 @@
 """Errors of the client.
 
 TurnoutError                 every call that did not succeed
-├── Cancelled                CANCELLED: the other end or a proxy ended the call
+├── Cancelled                CANCELLED: the call was cancelled
 ├── InvalidArgument          INVALID_ARGUMENT: wrong whatever the state is
 ├── DeadlineExceeded         DEADLINE_EXCEEDED
 ├── NotFound                 NOT_FOUND
@@ -18,7 +18,7 @@ TurnoutError                 every call that did not succeed
 ├── OutOfRange               OUT_OF_RANGE
 ├── Unimplemented            UNIMPLEMENTED
 ├── InternalError            INTERNAL, UNKNOWN
-├── Unavailable              UNAVAILABLE: the only one that is retried
+├── Unavailable              UNAVAILABLE, or the connection was lost: the only one that is retried
 ├── DataLoss                 DATA_LOSS: a checksum did not match
 └── PartialFailure           any status / PARTIAL: some replicas did not do it; names the operation
 
@@ -66,7 +66,7 @@ class TurnoutError(Exception):
 
 
 class Cancelled(TurnoutError):
-    """The other end or a proxy ended the call."""
+    """The call was cancelled."""
 
 
 class InvalidArgument(TurnoutError):
@@ -178,8 +178,15 @@ _BY_REASON: Final[Mapping[tuple[grpc.StatusCode, str], type[TurnoutError]]] = {
 
 _CODES: Final = {code.value[0]: code for code in grpc.StatusCode}
 
-# What gRPC itself says when a stream was cut under a call. Neither is ever the text of a Turnout service.
-_TORN_TEXTS: Final = ("RST_STREAM", "Stream removed", "stream removed", "GOAWAY")
+_CUT: Final[Mapping[grpc.StatusCode, tuple[str, ...]]] = {
+    grpc.StatusCode.CANCELLED: ("",),
+    grpc.StatusCode.INTERNAL: ("RST_STREAM",),
+    grpc.StatusCode.UNKNOWN: ("Stream removed", "stream removed"),
+}
+"""What gRPC says, by code and text, when a server dies or a proxy cuts the stream under a call. With an ErrorInfo it is
+not the network that speaks, and a cancellation of our own says so."""
+
+_OUR_OWN: Final = ("Locally cancelled", "Channel closed")
 
 
 def make_error(
@@ -209,6 +216,9 @@ def from_rpc_error(error: grpc.RpcError, *, hint: str = "") -> TurnoutError:
             info = error_details_pb2.ErrorInfo()
             if any(detail.Unpack(info) for detail in status_pb2.Status.FromString(value).details):
                 return make_error(code, info.reason, message, dict(info.metadata))
+    if any(text in message for text in _CUT.get(code, ())) and not message.startswith(_OUR_OWN):
+        text = f"the call was cut: {message}"
+        return make_error(grpc.StatusCode.UNAVAILABLE, "CONNECTION_LOST", text, from_service=False)
     if code is grpc.StatusCode.UNAVAILABLE and hint:
         message = f"{message} ({hint})"
     return make_error(code, code.name, message, from_service=False)
@@ -225,12 +235,3 @@ def item_error(outcome: buffer_pb2.ItemOutcome) -> TurnoutError | None:
 def is_retryable(error: TurnoutError) -> bool:
     """Whether the same request may be sent again: UNAVAILABLE, but not the end of an operation."""
     return isinstance(error, Unavailable)
-
-
-def is_torn(error: TurnoutError) -> bool:
-    """Whether a wait or watch is to be armed again: retryable, or cut by the network or a proxy, not by the service."""
-    if is_retryable(error):
-        return True
-    if error.from_service:
-        return False
-    return isinstance(error, Cancelled) or any(text in error.message for text in _TORN_TEXTS)

@@ -182,6 +182,8 @@ class BlockingLink:
         try:
             return self._callable(method)(argument, timeout=timeout)
         except grpc.RpcError as error:
+            if self._closed:
+                raise LinkClosed(self.target) from error
             raise from_rpc_error(error, hint=proxy_hint(self.target, os.environ)) from error
 
     def stream(self, method: Method, request: Any, timeout: float | None) -> Stream:
@@ -267,12 +269,15 @@ class AsyncLink:
         call = self._callable(method)(request, timeout=timeout)
         try:
             return await call
+        except asyncio.CancelledError:
+            self.explain_cancellation()
+            raise
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error, hint=proxy_hint(self.target, os.environ)) from error
 
     def stream(self, method: Method, request: Any, timeout: float | None) -> Stream:
         """Make a call with many answers."""
-        return _AsyncStream(self._callable(method)(request, timeout=timeout), self.target)
+        return _AsyncStream(self._callable(method)(request, timeout=timeout), self)
 
     async def close(self) -> None:
         """Close both channels."""
@@ -281,6 +286,12 @@ class AsyncLink:
         self._callables.clear()
         for channel in channels:
             await channel.close(_CLOSE_S)
+
+    def explain_cancellation(self) -> None:
+        """Raise LinkClosed if a call was cancelled by `close` and not by cancelling the task that made it."""
+        task = asyncio.current_task()
+        if self._closed and not (task and task.cancelling()):
+            raise LinkClosed(self.target)
 
     def _callable(self, method: Method) -> Any:
         loop = asyncio.get_running_loop()
@@ -313,16 +324,19 @@ class AsyncLink:
 
 
 class _AsyncStream:
-    def __init__(self, call: Any, target: str) -> None:
+    def __init__(self, call: Any, link: AsyncLink) -> None:
         self._call = call
         self._messages = aiter(call)
-        self._target = target
+        self._link = link
 
     async def next(self) -> Any:
         try:
             return await anext(self._messages)
+        except asyncio.CancelledError:
+            self._link.explain_cancellation()
+            raise
         except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error, hint=proxy_hint(self._target, os.environ)) from error
+            raise from_rpc_error(error, hint=proxy_hint(self._link.target, os.environ)) from error
 
     def cancel(self) -> None:
         self._call.cancel()

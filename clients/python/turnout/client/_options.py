@@ -83,6 +83,8 @@ class Keepalive:
 
     def __post_init__(self) -> None:
         _positive("Keepalive", interval=self.interval, timeout=self.timeout)
+        if self.interval < 1:
+            raise ValueError(f"Keepalive.interval must be at least 1, it is {self.interval}: gRPC pings no faster")
 
 
 @dataclass(frozen=True, slots=True)

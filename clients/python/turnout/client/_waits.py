@@ -14,7 +14,7 @@ from typing import Any, Final
 import grpc
 
 from turnout.client._calls import CallPolicy, Messages
-from turnout.client._errors import TurnoutError, is_torn, make_error
+from turnout.client._errors import TurnoutError, is_retryable, make_error
 from turnout.client._retry import Outage
 
 _LONGEST_ARMING_S: Final = 3600.0
@@ -66,7 +66,7 @@ async def hold(
             number += 1
             pause = outage.pause(link.now())
         except TurnoutError as error:
-            pause = outage.pause(link.now()) if is_torn(error) else None
+            pause = outage.pause(link.now()) if is_retryable(error) else None
             if pause is None or (end is not None and link.now() + pause >= end):
                 raise
         if pause is not None:
@@ -106,7 +106,7 @@ async def follow(
                 yield message
             return
         except TurnoutError as error:
-            pause = outage.pause(link.now()) if is_torn(error) else None
+            pause = outage.pause(link.now()) if is_retryable(error) else None
             if pause is None:
                 raise
         finally:

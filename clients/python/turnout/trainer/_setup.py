@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from turnout.buffer.v1 import buffer_pb2
 from turnout.client import ClientOptions, ProgressFn, RefillFn
+from turnout.client._ids import check_text
 from turnout.engine.v1 import engine_pb2
 from turnout.scheduler.v1 import scheduler_pb2
 from turnout.trainer._weights import UpdateWeights
@@ -43,6 +44,9 @@ class TrainerSetup:
     """What happens to running requests of standalone replicas during an update."""
     options: ClientOptions = field(default_factory=ClientOptions)
     """How the clients behave."""
+
+    def __post_init__(self) -> None:
+        check_text("run_id", self.run_id)
 
     @property
     def partition(self) -> str:

@@ -35,6 +35,7 @@ from turnout.client import (
     duration,
     new_request_id,
 )
+from turnout.client._ids import check_text
 from turnout.engine.v1 import engine_pb2
 from turnout.worker._generation import EngineGenerator, Interrupted, RequestFn, RewardFn, TokenizeFn
 from turnout.worker._job import Job
@@ -91,6 +92,8 @@ class WorkerSetup:
     """How the clients behave."""
 
     def __post_init__(self) -> None:
+        for name in ("run_id", "partition", "worker_id"):
+            check_text(name, getattr(self, name))
         if self.concurrency < 1:
             raise ValueError(f"concurrency must be at least 1, it is {self.concurrency}")
         if self.max_tokens < 1:
