@@ -7,6 +7,7 @@ peer UNAVAILABLE naming it; loopback and Unix sockets are reached directly, what
 from __future__ import annotations
 
 import ipaddress
+import os
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -40,11 +41,15 @@ _MAX_BACKOFF_MS: Final = 2_000
 """A peer that was restarted is found again within about this time; gRPC's own default is two minutes."""
 
 
+_PROXY_VARIABLES: Final = ("grpc_proxy", "https_proxy", "http_proxy")
+"""Where gRPC finds a proxy, the first that is set."""
+
+
 def _is_local(target: str) -> bool:
     """Whether a target is this machine: a proxy must not get in between."""
     if target.startswith(("unix:", "unix-abstract:")):
         return True
-    host = target.rpartition("/")[2].rpartition(":")[0].strip("[]")
+    host = target.rpartition("/")[2].removeprefix("ipv4:").removeprefix("ipv6:").rpartition(":")[0].strip("[]")
     if host == "localhost":
         return True
     try:
@@ -105,9 +110,13 @@ def _translated(error: TurnoutError, reason: str, target: str) -> TurnoutError:
     silent = error.reason == error.code.name
     if silent and error.code in (Code.UNAVAILABLE, Code.DEADLINE_EXCEEDED, Code.UNKNOWN, Code.CANCELLED):
         peer = reason.partition("_")[0].lower()
-        return unavailable(
-            reason, f"the {peer} at {target} did not answer: {error.message}", target=target, code=error.code.name
-        )
+        message = f"the {peer} at {target} did not answer: {error.message}"
+        metadata = {"target": target, "code": error.code.name}
+        variable = None if _is_local(target) else next(filter(os.environ.get, _PROXY_VARIABLES), None)
+        if variable is not None:
+            message += f" (the environment's {variable} sends this through a proxy)"
+            metadata["proxy_variable"] = variable
+        return unavailable(reason, message, **metadata)
     return error
 
 

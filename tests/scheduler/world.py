@@ -221,6 +221,7 @@ async def world(
         buffer_host = await stack.enter_async_context(host_buffer(buffer))
         engine_host = await stack.enter_async_context(host_engine(engine))
         host = await stack.enter_async_context(build(chosen, clock, create))
-        channel = await stack.enter_async_context(grpc.aio.insecure_channel(host.target))
+        direct = [("grpc.enable_http_proxy", 0)]
+        channel = await stack.enter_async_context(grpc.aio.insecure_channel(host.target, options=direct))
         stub: scheduler_pb2_grpc.SwitchSchedulerAsyncStub = scheduler_pb2_grpc.SwitchSchedulerStub(channel)
         yield World(host, stub, buffer, engine, buffer_host, engine_host, journal)
