@@ -6,23 +6,24 @@ The replay buffer: prompt groups, their trajectories, and the depth a trainer wa
 Conventions of this file, which hold for every call:
   * Errors carry a canonical gRPC status and one google.rpc.ErrorInfo (domain "turnout", an UPPER_SNAKE reason, and
     metadata naming the offending field). A call that does not answer OK has changed nothing.
-  * Ids (run_id, group_id, worker_id, ...) are opaque UTF-8 strings of the caller: 1 to 512 bytes, never split, trimmed
-    or normalised. Control characters (below U+0020, and U+007F) are refused with INVALID_ARGUMENT / BAD_ID.
+  * Ids (run_id, group_id, worker_id, ...) are opaque UTF-8 strings of the caller: 1 to 512 bytes, never split,
+    trimmed or normalised. Control characters (below U+0020, and U+007F) are refused with INVALID_ARGUMENT / BAD_ID.
   * `step` is the trainer's global step, an integer from 0. After step s the weights are stamped s, so during step s
     engines hold version s - 1.
   * `epoch` is the fencing token of a trainer, see OpenEpoch. A lower epoch than the run's is FAILED_PRECONDITION /
     STALE_EPOCH, a higher one FAILED_PRECONDITION / UNKNOWN_EPOCH. Reads that leave it out never evict.
   * `request_id`, empty for none, makes a mutation repeatable. It is scoped to (run, call): the same id with the same
-    content gets the first answer again, with other content INVALID_ARGUMENT / REQUEST_ID_REUSED. Content is every field
-    but epoch, max_wait, progress_interval and cursor. Only OK answers that had an effect are kept, for an hour and at most
-    100 000 a run: a Sample that did not end REACHED and an empty ClaimGroups are tried anew. Restore forgets them all.
-  * Batch calls answer OK with one ItemOutcome per item, in order; good items are applied. Only a fault of the envelope
-    (unknown run, stale epoch, size) refuses the whole call. AddGroups alone is all or nothing.
+    content gets the first answer again, with other content INVALID_ARGUMENT / REQUEST_ID_REUSED. Content is every
+    field but epoch, max_wait, progress_interval and cursor. Only OK answers that had an effect are kept, for an hour
+    and at most 100 000 a run: a Sample that did not end REACHED and an empty ClaimGroups are tried anew. Restore
+    forgets them all.
+  * Batch calls answer OK with one ItemOutcome per item, in order; good items are applied. Only a fault of the
+    envelope (unknown run, stale epoch, size) refuses the whole call. AddGroups alone is all or nothing.
   * Unknown run: NOT_FOUND / RUN_NOT_FOUND. Unknown partition: NOT_FOUND / PARTITION_NOT_FOUND.
   * Durations are google.protobuf.Duration; negative ones are INVALID_ARGUMENT, huge ones are capped at 30 days.
   * Domain time is the job's own time. It equals wall time except in tests and demos, where one domain second lasts
-    `time_scale` wall seconds. max_wait, timeout, deadlines and every `lease` in an answer (time left) are wall time; all
-    other durations are domain time.
+    `time_scale` wall seconds. max_wait, timeout, deadlines and every `lease` in an answer (time left) are wall time;
+    all other durations are domain time.
   * int64 is a bigint or a string in JavaScript, never a Number. An event or frame whose oneof is unset in a response
     comes from a newer service and is to be ignored; in a request it is INVALID_ARGUMENT / BAD_FRAME.
 """
@@ -445,7 +446,9 @@ Global___PartitionConfig: typing_extensions.TypeAlias = PartitionConfig
 
 @typing.final
 class Caps(google.protobuf.message.Message):
-    """Caps bound what a run may hold. A slot is reserved at AddGroups; finishing an admitted group is never refused for caps."""
+    """Caps bound what a run may hold. A slot is reserved at AddGroups; finishing an admitted group is never refused for
+    caps.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -530,14 +533,16 @@ class RunConfig(google.protobuf.message.Message):
     train_batch_size: builtins.int
     """Groups per training step, at least 1. Required with GATE, otherwise informative."""
     group_filter_metric: builtins.str
-    """Reward name whose zero variance within a group makes the group worthless (DAPO filter), for example "reward". Unset:
-    no filter. A group with a single value is never filtered; a finished output that lacks the reward is refused.
+    """Reward name whose zero variance within a group makes the group worthless (DAPO filter), for example "reward".
+    Unset: no filter. Values are equal if they differ by at most 1e-9 of the largest magnitude (or 1e-12). A group with
+    a single value is never filtered; in training partitions a finished output that lacks the reward is refused.
     """
     refill: builtins.bool
     """Whether every evicted group creates a refill credit. Default true."""
     partial_rollout: builtins.bool
     """Whether a retryable failure may hand its tokens so far to the next attempt. Default true; if false, partial output
-    is discarded and the group re-born.
+    is discarded. A group is re-born, at the run's current step, when it was wholly re-issued: nothing of it runs or
+    has finished, and no partial output is kept.
     """
     max_attempts: builtins.int
     """Attempts per trajectory in total, at least 1; default 1."""
@@ -970,7 +975,9 @@ class Segment(google.protobuf.message.Message):
     END_FIELD_NUMBER: builtins.int
     REPLICA_ID_FIELD_NUMBER: builtins.int
     tokens: builtins.int
-    """Length in the run's unit (tokens, frames, denoising steps), at least 0. A segment without tokens carries no version."""
+    """Length in the run's unit (tokens, frames, denoising steps), at least 0. A segment without tokens carries no
+    version.
+    """
     weight_version: builtins.int
     """Weight version that generated it, at least 0. Unset: not known."""
     end: Global___SegmentEnd.ValueType
@@ -1090,14 +1097,16 @@ Global___ClaimToken: typing_extensions.TypeAlias = ClaimToken
 
 @typing.final
 class PartialOutput(google.protobuf.message.Message):
-    """PartialOutput is what an interrupted trajectory had produced."""
+    """PartialOutput is all that a trajectory had produced when it was interrupted, what it was given to continue included."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     OUTPUTS_FIELD_NUMBER: builtins.int
     @property
     def outputs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Output]:
-        """Outputs so far; the last may end with a CONTINUED segment."""
+        """Outputs so far; the last may end with a CONTINUED segment. A worker gets their payloads as references, to be read
+        with GetPayloads by its claim, and finishes with the whole outputs, these segments included.
+        """
 
     def __init__(
         self,
@@ -1360,8 +1369,8 @@ class AddGroupsRequest(google.protobuf.message.Message):
     refill_claim_id: builtins.str
     """Refill claim that these groups pay, in order of the groups; may be paid in parts over several calls."""
     end_of_prompts: builtins.bool
-    """True: no more prompts will come (`groups` may then be empty), until a later AddGroups without it adds some. A payment
-    (refill_claim_id set) leaves the end of supply as it is.
+    """True: no more prompts will come (`groups` may then be empty), until a later AddGroups without it adds some. A
+    payment (refill_claim_id set) leaves the end of supply as it is.
     """
     request_id: builtins.str
     """See the top of this file."""
@@ -1438,7 +1447,9 @@ class ClaimGroupsRequest(google.protobuf.message.Message):
     request_id: builtins.str
     """See the top of this file: a repeat returns the same claims, if they still live."""
     max_bytes: builtins.int
-    """Most bytes of the answer, above 0; default 3 MiB, below the 4 MiB that many clients accept. One claim is always given."""
+    """Most bytes of the answer, above 0; default 3 MiB, below the 4 MiB that many clients accept. One claim is always
+    given.
+    """
     @property
     def max_wait(self) -> google.protobuf.duration_pb2.Duration:
         """Longest time to wait for work; 0 or unset tries once."""
@@ -1641,7 +1652,9 @@ class TrajectoryResult(google.protobuf.message.Message):
     """Position in the group."""
     @property
     def token(self) -> Global___ClaimToken:
-        """Token of the claim. Unset is allowed only for a trajectory that was never claimed (callers who run their own queue)."""
+        """Token of the claim. Unset is allowed only for a trajectory that was never claimed (callers who run their own
+        queue).
+        """
 
     @property
     def outputs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Output]:
@@ -2284,7 +2297,9 @@ class WatchDepthRequest(google.protobuf.message.Message):
     """Step to judge staleness at. Unset: the run's current step as it advances."""
     @property
     def min_interval(self) -> google.protobuf.duration_pb2.Duration:
-        """Least time between two messages; changes in between are coalesced. Default 0: every change the reader keeps up with."""
+        """Least time between two messages; changes in between are coalesced. Default 0: every change the reader keeps up
+        with.
+        """
 
     def __init__(
         self,
@@ -2413,8 +2428,8 @@ class WatchGroupsRequest(google.protobuf.message.Message):
     run_id: builtins.str
     """Run to watch."""
     from_sequence: builtins.int
-    """First sequence number wanted. Unset: only what happens from now on. Older than what is kept: OUT_OF_RANGE /
-    EVENTS_TRIMMED, with the first kept number in the metadata.
+    """First sequence number wanted, 0 as 1. Unset: only what happens from now on. Older than what is kept: OUT_OF_RANGE /
+    EVENTS_TRIMMED, with the first kept number in the metadata; above the next one: OUT_OF_RANGE / EVENTS_AHEAD.
     """
     def __init__(
         self,
@@ -2593,13 +2608,13 @@ class WaitForSampleableRequest(google.protobuf.message.Message):
     target: builtins.int
     """Groups wanted, at least 0. 0 returns at once."""
     cursor: builtins.int
-    """Eviction cursor of the caller (see EvictionMetrics); 0 at first, then the next_cursor of the answer before. Ahead of
-    the buffer's own: INVALID_ARGUMENT / CURSOR_AHEAD.
+    """Eviction cursor of the caller (see EvictionMetrics); 0 at first, then the next_cursor of the answer before. Ahead
+    of the buffer's own: INVALID_ARGUMENT / CURSOR_AHEAD.
     """
     @property
     def max_wait(self) -> google.protobuf.duration_pb2.Duration:
-        """Longest time to wait, in wall time. 0 tries once. Unset: as long as the call's deadline allows. If the gRPC deadline
-        is earlier, TIMED_OUT leaves 100 ms before it.
+        """Longest time to wait, in wall time. 0 tries once. Unset: as long as the call's deadline allows. If the gRPC
+        deadline is earlier, TIMED_OUT leaves 100 ms before it.
         """
 
     @property
@@ -2733,9 +2748,10 @@ class SampleRequest(google.protobuf.message.Message):
     sample lease time ends.
     """
     request_id: builtins.str
-    """See the top of this file. A repeat gets the same manifest while leased, and with auto_commit until the lease time ends;
-    ALREADY_EXISTS / ALREADY_COMMITTED with the lease_id in the metadata after the commit (CommitSample then answers the
-    group ids); FAILED_PRECONDITION / LEASE_EXPIRED after expiry, LEASE_RELEASED after ReleaseSample or a newer epoch.
+    """See the top of this file. A repeat gets the same manifest while leased, and with auto_commit until the lease time
+    ends; ALREADY_EXISTS / ALREADY_COMMITTED with the lease_id in the metadata after the commit (CommitSample then
+    answers the group ids); FAILED_PRECONDITION / LEASE_EXPIRED after expiry, LEASE_RELEASED after ReleaseSample or a
+    newer epoch.
     """
     @property
     def max_wait(self) -> google.protobuf.duration_pb2.Duration:
@@ -3458,11 +3474,13 @@ class GetPayloadsRequest(google.protobuf.message.Message):
     run_id: builtins.str
     """Run of the lease."""
     lease_id: builtins.str
-    """Sample lease that holds the groups; readable until ReleasePayload or the end of the lease time, also after the commit.
-    A worker reads by its claim instead.
+    """Sample lease that holds the groups; readable until ReleasePayload or the end of the lease time, also after the
+    commit. A worker reads by its claim instead.
     """
     resume_at: builtins.int
-    """Byte position in the concatenation of all refs to start at; 0 from the start. After a torn stream: bytes received."""
+    """Byte position in the concatenation of all refs to start at; 0 from the start. After a torn stream: bytes received.
+    Beyond the end: OUT_OF_RANGE / RESUME_BEYOND_END.
+    """
     @property
     def claim(self) -> Global___ClaimToken:
         """Claim whose prompt or partial outputs are read, when lease_id is empty."""
@@ -3470,7 +3488,7 @@ class GetPayloadsRequest(google.protobuf.message.Message):
     @property
     def refs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___PayloadRef]:
         """References to read, in order. Unknown: NOT_FOUND / PAYLOAD_NOT_FOUND; of other groups: PERMISSION_DENIED /
-        PAYLOAD_NOT_IN_LEASE.
+        PAYLOAD_NOT_IN_LEASE; of an external store: INVALID_ARGUMENT / EXTERNAL_PAYLOAD.
         """
 
     def __init__(

@@ -27,7 +27,8 @@ if _version_not_supported:
 
 class ReplayBufferStub(object):
     """ReplayBuffer keeps the prompt groups of training runs from the moment a prompt is added until its trajectories are
-    consumed. A group lives through: pending -> running -> finished | failed, then leased by Sample and committed, or evicted.
+    consumed. A group lives through: pending -> running -> finished | failed, then leased by Sample and committed, or
+    evicted.
     """
 
     def __init__(self, channel):
@@ -225,7 +226,8 @@ class ReplayBufferStub(object):
 
 class ReplayBufferServicer(object):
     """ReplayBuffer keeps the prompt groups of training runs from the moment a prompt is added until its trajectories are
-    consumed. A group lives through: pending -> running -> finished | failed, then leased by Sample and committed, or evicted.
+    consumed. A group lives through: pending -> running -> finished | failed, then leased by Sample and committed, or
+    evicted.
     """
 
     def CreateRun(self, request, context):
@@ -275,8 +277,8 @@ class ReplayBufferServicer(object):
 
     def AddGroups(self, request, context):
         """AddGroups admits prompts: all of the batch or none. It reserves the slots, pays refill claims, and can end supply.
-        Errors: RESOURCE_EXHAUSTED / CAP_GROUPS or CAP_BYTES; ALREADY_EXISTS / GROUP_EXISTS if an id is taken (also twice in
-        one batch); NOT_FOUND / REFILL_CLAIM_NOT_FOUND; FAILED_PRECONDITION / REFILL_OVERPAID.
+        Errors: RESOURCE_EXHAUSTED / CAP_GROUPS or CAP_BYTES; ALREADY_EXISTS / GROUP_EXISTS if an id is taken (also twice
+        in one batch); NOT_FOUND / REFILL_CLAIM_NOT_FOUND; FAILED_PRECONDITION / REFILL_OVERPAID.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -299,27 +301,28 @@ class ReplayBufferServicer(object):
 
     def FinishTrajectories(self, request, context):
         """FinishTrajectories settles trajectories with their results. Per-item errors: INVALID_ARGUMENT / EMPTY_TRAJECTORY,
-        REWARD_NOT_FINITE, ABORTED_SEGMENT, INDEX_OUT_OF_RANGE; NOT_FOUND / GROUP_NOT_FOUND (never added, or evicted);
-        FAILED_PRECONDITION / STALE_CLAIM, GROUP_SAMPLED, GROUP_FAILED, TRAJECTORY_FAILED; ALREADY_EXISTS /
-        TRAJECTORY_SETTLED (a second, different result). An equal result is OK and has no effect as long as the group is present,
-        sampled included. Equal means: the same fields, maps unordered, payloads by size and CRC.
+        REWARD_NOT_FINITE, REWARD_MISSING (that of the group filter), ABORTED_SEGMENT, INDEX_OUT_OF_RANGE,
+        PAYLOAD_TOO_LARGE, PAYLOAD_MISMATCH; NOT_FOUND / GROUP_NOT_FOUND (never added, evicted or committed),
+        PAYLOAD_NOT_FOUND; FAILED_PRECONDITION / STALE_CLAIM, GROUP_SAMPLED, GROUP_FAILED, TRAJECTORY_FAILED;
+        ALREADY_EXISTS / TRAJECTORY_SETTLED (a second, different result). An equal result is OK and has no effect as long
+        as the group is present, sampled included. Equal means: the same fields, maps unordered, payloads by size and CRC.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def FinishStream(self, request_iterator, context):
-        """FinishStream is FinishTrajectories for throughput: a header, then numbered batches, each answered by its outcomes in
-        order. A torn stream is safe to repeat from the first unanswered batch: equal results have no second effect.
+        """FinishStream is FinishTrajectories for throughput: a header, then numbered batches, each answered by its outcomes
+        in order. A torn stream is safe to repeat from the first unanswered batch: equal results have no second effect.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def FailTrajectories(self, request, context):
-        """FailTrajectories reports failed attempts. Retryable and interrupted ones become pending again with attempt + 1; when
-        the attempts that count are used up, or the failure is permanent, the group fails. Per-item errors: NOT_FOUND /
-        GROUP_NOT_FOUND; INVALID_ARGUMENT / INDEX_OUT_OF_RANGE, KIND_UNSPECIFIED; FAILED_PRECONDITION / STALE_CLAIM,
+        """FailTrajectories reports failed attempts. Retryable and interrupted ones become pending again with attempt + 1;
+        when the attempts that count are used up, or the failure is permanent, the group fails. Per-item errors: NOT_FOUND
+        / GROUP_NOT_FOUND; INVALID_ARGUMENT / INDEX_OUT_OF_RANGE, KIND_UNSPECIFIED; FAILED_PRECONDITION / STALE_CLAIM,
         GROUP_SAMPLED, GROUP_FAILED; ALREADY_EXISTS / TRAJECTORY_SETTLED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -364,9 +367,9 @@ class ReplayBufferServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def WatchGroups(self, request, context):
-        """WatchGroups streams what happens to groups (added, started, finished, failed, sampled, evicted, progress), from a
-        sequence number on: it replays what is still kept, then follows. The scheduler feeds its policies from it. To start
-        from the present state, read ListGroups and watch from its event_sequence + 1.
+        """WatchGroups streams what happens to groups (see GroupEventKind), from a sequence number on: it replays what is still
+        kept, then follows. The scheduler feeds its policies from it. To start from the present state, read ListGroups and
+        watch from its event_sequence + 1.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -374,9 +377,12 @@ class ReplayBufferServicer(object):
 
     def WaitForSampleable(self, request, context):
         """WaitForSampleable waits until `target` groups are sampleable. It evicts and creates refill credits while it waits,
-        and consumes nothing. The stream carries any number of PROGRESS and REFILL_DUE events and exactly one final event.
-        Errors at once: INVALID_ARGUMENT / TARGET_OUT_OF_RANGE, FAILED_PRECONDITION / TARGET_ABOVE_CAPS,
-        RESOURCE_EXHAUSTED / CAP_PARKED_WAITS; UNAVAILABLE / DRAINING when the service stops (safe to repeat).
+        and consumes nothing. It evicts at the highest step that a parked wait of the trainer names, so that a read of the
+        depth at that step counts what a Sample finds. The stream carries any number of PROGRESS and REFILL_DUE events, the
+        last perhaps just before the end, and exactly one final event. Errors at once: INVALID_ARGUMENT /
+        TARGET_OUT_OF_RANGE, FAILED_PRECONDITION / TARGET_ABOVE_CAPS (above max_groups, or above max_versions x
+        train_batch_size under GATE), RESOURCE_EXHAUSTED / CAP_PARKED_WAITS; UNAVAILABLE / DRAINING when the service stops
+        (safe to repeat).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -384,7 +390,9 @@ class ReplayBufferServicer(object):
 
     def Sample(self, request, context):
         """Sample waits like WaitForSampleable for `batch` groups, then leases the oldest ones by born step (ties by order of
-        arrival) to the caller. Only the final event REACHED consumes anything. The manifest comes in parts before it.
+        arrival) to the caller. Only the final event REACHED consumes anything. The manifest comes in parts before it. A
+        call that is cut before its final event gives the batch back, unless it has a request_id to be repeated with. A
+        group whose manifest fits into no message: RESOURCE_EXHAUSTED / MANIFEST_TOO_LARGE, and the batch stays.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -406,22 +414,24 @@ class ReplayBufferServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def RenewEpoch(self, request, context):
-        """RenewEpoch extends every sample lease of the epoch. The switch scheduler calls it with each heartbeat of the trainer.
+        """RenewEpoch extends every sample lease of the epoch. The switch scheduler calls it with each heartbeat of the
+        trainer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RenewSample(self, request, context):
-        """RenewSample extends a sample lease. Every call with the lease's epoch does so too, and a parked wait all the time. A
-        lease taken before any epoch was opened is extended by RenewSample alone.
+        """RenewSample extends a sample lease. Every call with the lease's epoch does so too, and a parked wait all the time.
+        A lease taken before any epoch was opened is extended by RenewSample alone.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReleasePayload(self, request, context):
-        """ReleasePayload says that the payload bytes of a committed lease may go.
+        """ReleasePayload says that the payload bytes of a committed lease may go. Without it they go when the sample lease
+        time, counted from the commit, ends. Errors: as CommitSample, and FAILED_PRECONDITION / LEASE_NOT_COMMITTED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -444,7 +454,8 @@ class ReplayBufferServicer(object):
 
     def PutPayload(self, request_iterator, context):
         """PutPayload uploads one payload: header, chunks of about 1 MiB, end with the CRC32C. The answer is a reference held
-        under a lease until a trajectory or prompt names it. Errors: DATA_LOSS / CRC_MISMATCH, RESOURCE_EXHAUSTED / CAP_BYTES.
+        under a lease until a trajectory or prompt names it. Errors: DATA_LOSS / CRC_MISMATCH, RESOURCE_EXHAUSTED /
+        CAP_BYTES.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -713,7 +724,8 @@ def add_ReplayBufferServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class ReplayBuffer(object):
     """ReplayBuffer keeps the prompt groups of training runs from the moment a prompt is added until its trajectories are
-    consumed. A group lives through: pending -> running -> finished | failed, then leased by Sample and committed, or evicted.
+    consumed. A group lives through: pending -> running -> finished | failed, then leased by Sample and committed, or
+    evicted.
     """
 
     @staticmethod

@@ -6,23 +6,24 @@ The replay buffer: prompt groups, their trajectories, and the depth a trainer wa
 Conventions of this file, which hold for every call:
   * Errors carry a canonical gRPC status and one google.rpc.ErrorInfo (domain "turnout", an UPPER_SNAKE reason, and
     metadata naming the offending field). A call that does not answer OK has changed nothing.
-  * Ids (run_id, group_id, worker_id, ...) are opaque UTF-8 strings of the caller: 1 to 512 bytes, never split, trimmed
-    or normalised. Control characters (below U+0020, and U+007F) are refused with INVALID_ARGUMENT / BAD_ID.
+  * Ids (run_id, group_id, worker_id, ...) are opaque UTF-8 strings of the caller: 1 to 512 bytes, never split,
+    trimmed or normalised. Control characters (below U+0020, and U+007F) are refused with INVALID_ARGUMENT / BAD_ID.
   * `step` is the trainer's global step, an integer from 0. After step s the weights are stamped s, so during step s
     engines hold version s - 1.
   * `epoch` is the fencing token of a trainer, see OpenEpoch. A lower epoch than the run's is FAILED_PRECONDITION /
     STALE_EPOCH, a higher one FAILED_PRECONDITION / UNKNOWN_EPOCH. Reads that leave it out never evict.
   * `request_id`, empty for none, makes a mutation repeatable. It is scoped to (run, call): the same id with the same
-    content gets the first answer again, with other content INVALID_ARGUMENT / REQUEST_ID_REUSED. Content is every field
-    but epoch, max_wait, progress_interval and cursor. Only OK answers that had an effect are kept, for an hour and at most
-    100 000 a run: a Sample that did not end REACHED and an empty ClaimGroups are tried anew. Restore forgets them all.
-  * Batch calls answer OK with one ItemOutcome per item, in order; good items are applied. Only a fault of the envelope
-    (unknown run, stale epoch, size) refuses the whole call. AddGroups alone is all or nothing.
+    content gets the first answer again, with other content INVALID_ARGUMENT / REQUEST_ID_REUSED. Content is every
+    field but epoch, max_wait, progress_interval and cursor. Only OK answers that had an effect are kept, for an hour
+    and at most 100 000 a run: a Sample that did not end REACHED and an empty ClaimGroups are tried anew. Restore
+    forgets them all.
+  * Batch calls answer OK with one ItemOutcome per item, in order; good items are applied. Only a fault of the
+    envelope (unknown run, stale epoch, size) refuses the whole call. AddGroups alone is all or nothing.
   * Unknown run: NOT_FOUND / RUN_NOT_FOUND. Unknown partition: NOT_FOUND / PARTITION_NOT_FOUND.
   * Durations are google.protobuf.Duration; negative ones are INVALID_ARGUMENT, huge ones are capped at 30 days.
   * Domain time is the job's own time. It equals wall time except in tests and demos, where one domain second lasts
-    `time_scale` wall seconds. max_wait, timeout, deadlines and every `lease` in an answer (time left) are wall time; all
-    other durations are domain time.
+    `time_scale` wall seconds. max_wait, timeout, deadlines and every `lease` in an answer (time left) are wall time;
+    all other durations are domain time.
   * int64 is a bigint or a string in JavaScript, never a Number. An event or frame whose oneof is unset in a response
     comes from a newer service and is to be ignored; in a request it is INVALID_ARGUMENT / BAD_FRAME.
 """
@@ -643,7 +644,8 @@ _ReplayBufferDeleteCheckpointType = typing_extensions.TypeVar(
 
 class ReplayBufferStub(typing.Generic[_ReplayBufferCreateRunType, _ReplayBufferGetRunType, _ReplayBufferUpdateRunType, _ReplayBufferDeleteRunType, _ReplayBufferListRunsType, _ReplayBufferOpenEpochType, _ReplayBufferAddGroupsType, _ReplayBufferClaimGroupsType, _ReplayBufferRenewClaimsType, _ReplayBufferFinishTrajectoriesType, _ReplayBufferFinishStreamType, _ReplayBufferFailTrajectoriesType, _ReplayBufferFinishGroupType, _ReplayBufferFailGroupType, _ReplayBufferReportProgressType, _ReplayBufferGetSampleableCountType, _ReplayBufferWatchDepthType, _ReplayBufferWatchGroupsType, _ReplayBufferWaitForSampleableType, _ReplayBufferSampleType, _ReplayBufferCommitSampleType, _ReplayBufferReleaseSampleType, _ReplayBufferRenewEpochType, _ReplayBufferRenewSampleType, _ReplayBufferReleasePayloadType, _ReplayBufferDeclineRefillType, _ReplayBufferEvictGroupsType, _ReplayBufferPutPayloadType, _ReplayBufferGetPayloadsType, _ReplayBufferGetGroupType, _ReplayBufferListGroupsType, _ReplayBufferGetLedgerType, _ReplayBufferCheckpointType, _ReplayBufferRestoreType, _ReplayBufferListCheckpointsType, _ReplayBufferVerifyCheckpointType, _ReplayBufferDeleteCheckpointType]):
     """ReplayBuffer keeps the prompt groups of training runs from the moment a prompt is added until its trajectories are
-    consumed. A group lives through: pending -> running -> finished | failed, then leased by Sample and committed, or evicted.
+    consumed. A group lives through: pending -> running -> finished | failed, then leased by Sample and committed, or
+    evicted.
     """
 
     @typing.overload
@@ -976,8 +978,8 @@ class ReplayBufferStub(typing.Generic[_ReplayBufferCreateRunType, _ReplayBufferG
 
     AddGroups: _ReplayBufferAddGroupsType
     """AddGroups admits prompts: all of the batch or none. It reserves the slots, pays refill claims, and can end supply.
-    Errors: RESOURCE_EXHAUSTED / CAP_GROUPS or CAP_BYTES; ALREADY_EXISTS / GROUP_EXISTS if an id is taken (also twice in
-    one batch); NOT_FOUND / REFILL_CLAIM_NOT_FOUND; FAILED_PRECONDITION / REFILL_OVERPAID.
+    Errors: RESOURCE_EXHAUSTED / CAP_GROUPS or CAP_BYTES; ALREADY_EXISTS / GROUP_EXISTS if an id is taken (also twice
+    in one batch); NOT_FOUND / REFILL_CLAIM_NOT_FOUND; FAILED_PRECONDITION / REFILL_OVERPAID.
     """
 
     ClaimGroups: _ReplayBufferClaimGroupsType
@@ -990,21 +992,22 @@ class ReplayBufferStub(typing.Generic[_ReplayBufferCreateRunType, _ReplayBufferG
 
     FinishTrajectories: _ReplayBufferFinishTrajectoriesType
     """FinishTrajectories settles trajectories with their results. Per-item errors: INVALID_ARGUMENT / EMPTY_TRAJECTORY,
-    REWARD_NOT_FINITE, ABORTED_SEGMENT, INDEX_OUT_OF_RANGE; NOT_FOUND / GROUP_NOT_FOUND (never added, or evicted);
-    FAILED_PRECONDITION / STALE_CLAIM, GROUP_SAMPLED, GROUP_FAILED, TRAJECTORY_FAILED; ALREADY_EXISTS /
-    TRAJECTORY_SETTLED (a second, different result). An equal result is OK and has no effect as long as the group is present,
-    sampled included. Equal means: the same fields, maps unordered, payloads by size and CRC.
+    REWARD_NOT_FINITE, REWARD_MISSING (that of the group filter), ABORTED_SEGMENT, INDEX_OUT_OF_RANGE,
+    PAYLOAD_TOO_LARGE, PAYLOAD_MISMATCH; NOT_FOUND / GROUP_NOT_FOUND (never added, evicted or committed),
+    PAYLOAD_NOT_FOUND; FAILED_PRECONDITION / STALE_CLAIM, GROUP_SAMPLED, GROUP_FAILED, TRAJECTORY_FAILED;
+    ALREADY_EXISTS / TRAJECTORY_SETTLED (a second, different result). An equal result is OK and has no effect as long
+    as the group is present, sampled included. Equal means: the same fields, maps unordered, payloads by size and CRC.
     """
 
     FinishStream: _ReplayBufferFinishStreamType
-    """FinishStream is FinishTrajectories for throughput: a header, then numbered batches, each answered by its outcomes in
-    order. A torn stream is safe to repeat from the first unanswered batch: equal results have no second effect.
+    """FinishStream is FinishTrajectories for throughput: a header, then numbered batches, each answered by its outcomes
+    in order. A torn stream is safe to repeat from the first unanswered batch: equal results have no second effect.
     """
 
     FailTrajectories: _ReplayBufferFailTrajectoriesType
-    """FailTrajectories reports failed attempts. Retryable and interrupted ones become pending again with attempt + 1; when
-    the attempts that count are used up, or the failure is permanent, the group fails. Per-item errors: NOT_FOUND /
-    GROUP_NOT_FOUND; INVALID_ARGUMENT / INDEX_OUT_OF_RANGE, KIND_UNSPECIFIED; FAILED_PRECONDITION / STALE_CLAIM,
+    """FailTrajectories reports failed attempts. Retryable and interrupted ones become pending again with attempt + 1;
+    when the attempts that count are used up, or the failure is permanent, the group fails. Per-item errors: NOT_FOUND
+    / GROUP_NOT_FOUND; INVALID_ARGUMENT / INDEX_OUT_OF_RANGE, KIND_UNSPECIFIED; FAILED_PRECONDITION / STALE_CLAIM,
     GROUP_SAMPLED, GROUP_FAILED; ALREADY_EXISTS / TRAJECTORY_SETTLED.
     """
 
@@ -1028,21 +1031,26 @@ class ReplayBufferStub(typing.Generic[_ReplayBufferCreateRunType, _ReplayBufferG
     """WatchDepth streams the depth: at once, then after every change, coalesced so that a slow reader sees the newest."""
 
     WatchGroups: _ReplayBufferWatchGroupsType
-    """WatchGroups streams what happens to groups (added, started, finished, failed, sampled, evicted, progress), from a
-    sequence number on: it replays what is still kept, then follows. The scheduler feeds its policies from it. To start
-    from the present state, read ListGroups and watch from its event_sequence + 1.
+    """WatchGroups streams what happens to groups (see GroupEventKind), from a sequence number on: it replays what is still
+    kept, then follows. The scheduler feeds its policies from it. To start from the present state, read ListGroups and
+    watch from its event_sequence + 1.
     """
 
     WaitForSampleable: _ReplayBufferWaitForSampleableType
     """WaitForSampleable waits until `target` groups are sampleable. It evicts and creates refill credits while it waits,
-    and consumes nothing. The stream carries any number of PROGRESS and REFILL_DUE events and exactly one final event.
-    Errors at once: INVALID_ARGUMENT / TARGET_OUT_OF_RANGE, FAILED_PRECONDITION / TARGET_ABOVE_CAPS,
-    RESOURCE_EXHAUSTED / CAP_PARKED_WAITS; UNAVAILABLE / DRAINING when the service stops (safe to repeat).
+    and consumes nothing. It evicts at the highest step that a parked wait of the trainer names, so that a read of the
+    depth at that step counts what a Sample finds. The stream carries any number of PROGRESS and REFILL_DUE events, the
+    last perhaps just before the end, and exactly one final event. Errors at once: INVALID_ARGUMENT /
+    TARGET_OUT_OF_RANGE, FAILED_PRECONDITION / TARGET_ABOVE_CAPS (above max_groups, or above max_versions x
+    train_batch_size under GATE), RESOURCE_EXHAUSTED / CAP_PARKED_WAITS; UNAVAILABLE / DRAINING when the service stops
+    (safe to repeat).
     """
 
     Sample: _ReplayBufferSampleType
     """Sample waits like WaitForSampleable for `batch` groups, then leases the oldest ones by born step (ties by order of
-    arrival) to the caller. Only the final event REACHED consumes anything. The manifest comes in parts before it.
+    arrival) to the caller. Only the final event REACHED consumes anything. The manifest comes in parts before it. A
+    call that is cut before its final event gives the batch back, unless it has a request_id to be repeated with. A
+    group whose manifest fits into no message: RESOURCE_EXHAUSTED / MANIFEST_TOO_LARGE, and the batch stays.
     """
 
     CommitSample: _ReplayBufferCommitSampleType
@@ -1054,15 +1062,19 @@ class ReplayBufferStub(typing.Generic[_ReplayBufferCreateRunType, _ReplayBufferG
     """ReleaseSample gives leased groups back: they are sampleable again, with their place by age. Repeating it is OK."""
 
     RenewEpoch: _ReplayBufferRenewEpochType
-    """RenewEpoch extends every sample lease of the epoch. The switch scheduler calls it with each heartbeat of the trainer."""
+    """RenewEpoch extends every sample lease of the epoch. The switch scheduler calls it with each heartbeat of the
+    trainer.
+    """
 
     RenewSample: _ReplayBufferRenewSampleType
-    """RenewSample extends a sample lease. Every call with the lease's epoch does so too, and a parked wait all the time. A
-    lease taken before any epoch was opened is extended by RenewSample alone.
+    """RenewSample extends a sample lease. Every call with the lease's epoch does so too, and a parked wait all the time.
+    A lease taken before any epoch was opened is extended by RenewSample alone.
     """
 
     ReleasePayload: _ReplayBufferReleasePayloadType
-    """ReleasePayload says that the payload bytes of a committed lease may go."""
+    """ReleasePayload says that the payload bytes of a committed lease may go. Without it they go when the sample lease
+    time, counted from the commit, ends. Errors: as CommitSample, and FAILED_PRECONDITION / LEASE_NOT_COMMITTED.
+    """
 
     DeclineRefill: _ReplayBufferDeclineRefillType
     """DeclineRefill answers a REFILL_DUE with "there are no more prompts": the claim's credits are cancelled and supply
@@ -1074,7 +1086,8 @@ class ReplayBufferStub(typing.Generic[_ReplayBufferCreateRunType, _ReplayBufferG
 
     PutPayload: _ReplayBufferPutPayloadType
     """PutPayload uploads one payload: header, chunks of about 1 MiB, end with the CRC32C. The answer is a reference held
-    under a lease until a trajectory or prompt names it. Errors: DATA_LOSS / CRC_MISMATCH, RESOURCE_EXHAUSTED / CAP_BYTES.
+    under a lease until a trajectory or prompt names it. Errors: DATA_LOSS / CRC_MISMATCH, RESOURCE_EXHAUSTED /
+    CAP_BYTES.
     """
 
     GetPayloads: _ReplayBufferGetPayloadsType
@@ -1260,7 +1273,8 @@ ReplayBufferAsyncStub: typing_extensions.TypeAlias = ReplayBufferStub[
 
 class ReplayBufferServicer(metaclass=abc.ABCMeta):
     """ReplayBuffer keeps the prompt groups of training runs from the moment a prompt is added until its trajectories are
-    consumed. A group lives through: pending -> running -> finished | failed, then leased by Sample and committed, or evicted.
+    consumed. A group lives through: pending -> running -> finished | failed, then leased by Sample and committed, or
+    evicted.
     """
 
     @abc.abstractmethod
@@ -1324,8 +1338,8 @@ class ReplayBufferServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[turnout.buffer.v1.buffer_pb2.AddGroupsResponse, collections.abc.Awaitable[turnout.buffer.v1.buffer_pb2.AddGroupsResponse]]:
         """AddGroups admits prompts: all of the batch or none. It reserves the slots, pays refill claims, and can end supply.
-        Errors: RESOURCE_EXHAUSTED / CAP_GROUPS or CAP_BYTES; ALREADY_EXISTS / GROUP_EXISTS if an id is taken (also twice in
-        one batch); NOT_FOUND / REFILL_CLAIM_NOT_FOUND; FAILED_PRECONDITION / REFILL_OVERPAID.
+        Errors: RESOURCE_EXHAUSTED / CAP_GROUPS or CAP_BYTES; ALREADY_EXISTS / GROUP_EXISTS if an id is taken (also twice
+        in one batch); NOT_FOUND / REFILL_CLAIM_NOT_FOUND; FAILED_PRECONDITION / REFILL_OVERPAID.
         """
 
     @abc.abstractmethod
@@ -1353,10 +1367,11 @@ class ReplayBufferServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[turnout.buffer.v1.buffer_pb2.FinishTrajectoriesResponse, collections.abc.Awaitable[turnout.buffer.v1.buffer_pb2.FinishTrajectoriesResponse]]:
         """FinishTrajectories settles trajectories with their results. Per-item errors: INVALID_ARGUMENT / EMPTY_TRAJECTORY,
-        REWARD_NOT_FINITE, ABORTED_SEGMENT, INDEX_OUT_OF_RANGE; NOT_FOUND / GROUP_NOT_FOUND (never added, or evicted);
-        FAILED_PRECONDITION / STALE_CLAIM, GROUP_SAMPLED, GROUP_FAILED, TRAJECTORY_FAILED; ALREADY_EXISTS /
-        TRAJECTORY_SETTLED (a second, different result). An equal result is OK and has no effect as long as the group is present,
-        sampled included. Equal means: the same fields, maps unordered, payloads by size and CRC.
+        REWARD_NOT_FINITE, REWARD_MISSING (that of the group filter), ABORTED_SEGMENT, INDEX_OUT_OF_RANGE,
+        PAYLOAD_TOO_LARGE, PAYLOAD_MISMATCH; NOT_FOUND / GROUP_NOT_FOUND (never added, evicted or committed),
+        PAYLOAD_NOT_FOUND; FAILED_PRECONDITION / STALE_CLAIM, GROUP_SAMPLED, GROUP_FAILED, TRAJECTORY_FAILED;
+        ALREADY_EXISTS / TRAJECTORY_SETTLED (a second, different result). An equal result is OK and has no effect as long
+        as the group is present, sampled included. Equal means: the same fields, maps unordered, payloads by size and CRC.
         """
 
     @abc.abstractmethod
@@ -1365,8 +1380,8 @@ class ReplayBufferServicer(metaclass=abc.ABCMeta):
         request_iterator: _MaybeAsyncIterator[turnout.buffer.v1.buffer_pb2.FinishStreamRequest],
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[turnout.buffer.v1.buffer_pb2.FinishStreamResponse], collections.abc.AsyncIterator[turnout.buffer.v1.buffer_pb2.FinishStreamResponse]]:
-        """FinishStream is FinishTrajectories for throughput: a header, then numbered batches, each answered by its outcomes in
-        order. A torn stream is safe to repeat from the first unanswered batch: equal results have no second effect.
+        """FinishStream is FinishTrajectories for throughput: a header, then numbered batches, each answered by its outcomes
+        in order. A torn stream is safe to repeat from the first unanswered batch: equal results have no second effect.
         """
 
     @abc.abstractmethod
@@ -1375,9 +1390,9 @@ class ReplayBufferServicer(metaclass=abc.ABCMeta):
         request: turnout.buffer.v1.buffer_pb2.FailTrajectoriesRequest,
         context: _ServicerContext,
     ) -> typing.Union[turnout.buffer.v1.buffer_pb2.FailTrajectoriesResponse, collections.abc.Awaitable[turnout.buffer.v1.buffer_pb2.FailTrajectoriesResponse]]:
-        """FailTrajectories reports failed attempts. Retryable and interrupted ones become pending again with attempt + 1; when
-        the attempts that count are used up, or the failure is permanent, the group fails. Per-item errors: NOT_FOUND /
-        GROUP_NOT_FOUND; INVALID_ARGUMENT / INDEX_OUT_OF_RANGE, KIND_UNSPECIFIED; FAILED_PRECONDITION / STALE_CLAIM,
+        """FailTrajectories reports failed attempts. Retryable and interrupted ones become pending again with attempt + 1;
+        when the attempts that count are used up, or the failure is permanent, the group fails. Per-item errors: NOT_FOUND
+        / GROUP_NOT_FOUND; INVALID_ARGUMENT / INDEX_OUT_OF_RANGE, KIND_UNSPECIFIED; FAILED_PRECONDITION / STALE_CLAIM,
         GROUP_SAMPLED, GROUP_FAILED; ALREADY_EXISTS / TRAJECTORY_SETTLED.
         """
 
@@ -1431,9 +1446,9 @@ class ReplayBufferServicer(metaclass=abc.ABCMeta):
         request: turnout.buffer.v1.buffer_pb2.WatchGroupsRequest,
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[turnout.buffer.v1.buffer_pb2.WatchGroupsResponse], collections.abc.AsyncIterator[turnout.buffer.v1.buffer_pb2.WatchGroupsResponse]]:
-        """WatchGroups streams what happens to groups (added, started, finished, failed, sampled, evicted, progress), from a
-        sequence number on: it replays what is still kept, then follows. The scheduler feeds its policies from it. To start
-        from the present state, read ListGroups and watch from its event_sequence + 1.
+        """WatchGroups streams what happens to groups (see GroupEventKind), from a sequence number on: it replays what is still
+        kept, then follows. The scheduler feeds its policies from it. To start from the present state, read ListGroups and
+        watch from its event_sequence + 1.
         """
 
     @abc.abstractmethod
@@ -1443,9 +1458,12 @@ class ReplayBufferServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[turnout.buffer.v1.buffer_pb2.WaitForSampleableResponse], collections.abc.AsyncIterator[turnout.buffer.v1.buffer_pb2.WaitForSampleableResponse]]:
         """WaitForSampleable waits until `target` groups are sampleable. It evicts and creates refill credits while it waits,
-        and consumes nothing. The stream carries any number of PROGRESS and REFILL_DUE events and exactly one final event.
-        Errors at once: INVALID_ARGUMENT / TARGET_OUT_OF_RANGE, FAILED_PRECONDITION / TARGET_ABOVE_CAPS,
-        RESOURCE_EXHAUSTED / CAP_PARKED_WAITS; UNAVAILABLE / DRAINING when the service stops (safe to repeat).
+        and consumes nothing. It evicts at the highest step that a parked wait of the trainer names, so that a read of the
+        depth at that step counts what a Sample finds. The stream carries any number of PROGRESS and REFILL_DUE events, the
+        last perhaps just before the end, and exactly one final event. Errors at once: INVALID_ARGUMENT /
+        TARGET_OUT_OF_RANGE, FAILED_PRECONDITION / TARGET_ABOVE_CAPS (above max_groups, or above max_versions x
+        train_batch_size under GATE), RESOURCE_EXHAUSTED / CAP_PARKED_WAITS; UNAVAILABLE / DRAINING when the service stops
+        (safe to repeat).
         """
 
     @abc.abstractmethod
@@ -1455,7 +1473,9 @@ class ReplayBufferServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[turnout.buffer.v1.buffer_pb2.SampleResponse], collections.abc.AsyncIterator[turnout.buffer.v1.buffer_pb2.SampleResponse]]:
         """Sample waits like WaitForSampleable for `batch` groups, then leases the oldest ones by born step (ties by order of
-        arrival) to the caller. Only the final event REACHED consumes anything. The manifest comes in parts before it.
+        arrival) to the caller. Only the final event REACHED consumes anything. The manifest comes in parts before it. A
+        call that is cut before its final event gives the batch back, unless it has a request_id to be repeated with. A
+        group whose manifest fits into no message: RESOURCE_EXHAUSTED / MANIFEST_TOO_LARGE, and the batch stays.
         """
 
     @abc.abstractmethod
@@ -1482,7 +1502,9 @@ class ReplayBufferServicer(metaclass=abc.ABCMeta):
         request: turnout.buffer.v1.buffer_pb2.RenewEpochRequest,
         context: _ServicerContext,
     ) -> typing.Union[turnout.buffer.v1.buffer_pb2.RenewEpochResponse, collections.abc.Awaitable[turnout.buffer.v1.buffer_pb2.RenewEpochResponse]]:
-        """RenewEpoch extends every sample lease of the epoch. The switch scheduler calls it with each heartbeat of the trainer."""
+        """RenewEpoch extends every sample lease of the epoch. The switch scheduler calls it with each heartbeat of the
+        trainer.
+        """
 
     @abc.abstractmethod
     def RenewSample(
@@ -1490,8 +1512,8 @@ class ReplayBufferServicer(metaclass=abc.ABCMeta):
         request: turnout.buffer.v1.buffer_pb2.RenewSampleRequest,
         context: _ServicerContext,
     ) -> typing.Union[turnout.buffer.v1.buffer_pb2.RenewSampleResponse, collections.abc.Awaitable[turnout.buffer.v1.buffer_pb2.RenewSampleResponse]]:
-        """RenewSample extends a sample lease. Every call with the lease's epoch does so too, and a parked wait all the time. A
-        lease taken before any epoch was opened is extended by RenewSample alone.
+        """RenewSample extends a sample lease. Every call with the lease's epoch does so too, and a parked wait all the time.
+        A lease taken before any epoch was opened is extended by RenewSample alone.
         """
 
     @abc.abstractmethod
@@ -1500,7 +1522,9 @@ class ReplayBufferServicer(metaclass=abc.ABCMeta):
         request: turnout.buffer.v1.buffer_pb2.ReleasePayloadRequest,
         context: _ServicerContext,
     ) -> typing.Union[turnout.buffer.v1.buffer_pb2.ReleasePayloadResponse, collections.abc.Awaitable[turnout.buffer.v1.buffer_pb2.ReleasePayloadResponse]]:
-        """ReleasePayload says that the payload bytes of a committed lease may go."""
+        """ReleasePayload says that the payload bytes of a committed lease may go. Without it they go when the sample lease
+        time, counted from the commit, ends. Errors: as CommitSample, and FAILED_PRECONDITION / LEASE_NOT_COMMITTED.
+        """
 
     @abc.abstractmethod
     def DeclineRefill(
@@ -1527,7 +1551,8 @@ class ReplayBufferServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[turnout.buffer.v1.buffer_pb2.PutPayloadResponse, collections.abc.Awaitable[turnout.buffer.v1.buffer_pb2.PutPayloadResponse]]:
         """PutPayload uploads one payload: header, chunks of about 1 MiB, end with the CRC32C. The answer is a reference held
-        under a lease until a trajectory or prompt names it. Errors: DATA_LOSS / CRC_MISMATCH, RESOURCE_EXHAUSTED / CAP_BYTES.
+        under a lease until a trajectory or prompt names it. Errors: DATA_LOSS / CRC_MISMATCH, RESOURCE_EXHAUSTED /
+        CAP_BYTES.
         """
 
     @abc.abstractmethod
