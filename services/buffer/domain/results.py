@@ -179,8 +179,12 @@ def report_progress(partition: Partition, progress: Progress, at: Moment) -> Gro
 
 
 def _find_group(partition: Partition, group_id: str) -> Group:
-    require_id("group_id", group_id)
-    return partition.require(group_id)
+    group = partition.groups.get(group_id)
+    if group is None:
+        # An id that cannot be one is told from one that is not there; this is off the path of every result.
+        require_id("group_id", group_id)
+        return partition.require(group_id)
+    return group
 
 
 def _find(partition: Partition, group_id: str, index: int) -> tuple[Group, Trajectory]:
