@@ -159,7 +159,7 @@ class RunConfig(google.protobuf.message.Message):
     total_training_steps: builtins.int
     """Steps of the whole job, at least 1. After the last one nothing is lent."""
     hybrid_gpus: builtins.int
-    """GPUs of the trainer that can host hybrid replicas, at least 0."""
+    """GPUs of the trainer that can host hybrid replicas, at least 0. With 0 nothing is ever lent, whatever enable_switch says."""
     standalone_gpus: builtins.int
     """GPUs that only generate. At least 1 with switching on."""
     partition: builtins.str
@@ -387,9 +387,9 @@ class Run(google.protobuf.message.Message):
     engine_target: builtins.str
     """gRPC target of the run's engine controller."""
     lends: builtins.int
-    """Lends and reclaims completed, validation apart."""
+    """Lends completed, that of the start included, those for validation not."""
     reclaims: builtins.int
-    """Reclaims completed."""
+    """Reclaims completed, whatever the GPUs were lent for."""
     @property
     def config(self) -> Global___RunConfig:
         """Configuration, defaults filled in."""

@@ -133,13 +133,17 @@ class SwitchSchedulerServicer(object):
         NO_STANDALONE_GPUS, DISAGGREGATED_ROLLOUT, BUFFER_CANNOT_WAIT, TRAINER_ALIVE (the predecessor's lease lives and take_over
         is not set; metadata lease_left); UNAVAILABLE / BUFFER_UNREACHABLE or ENGINE_UNREACHABLE. It can fail after it fenced off
         the predecessor: repeat it.
+
+        GPUs that a predecessor left lent are reclaimed first: ABORTED / RECLAIM_FAILED if that fails. The lend of the start
+        begins at the controller (BeginLend) here if hybrids are registered already, else with CompleteLend.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CloseRun(self, request, context):
-        """CloseRun ends a run. GPUs stay where they are.
+        """CloseRun ends a run: its waits end, its GPUs may be held by another run, and they stay where they are. Repeating it is
+        OK; every other call of the epoch is FAILED_PRECONDITION / RUN_CLOSED from then on.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -177,6 +181,7 @@ class SwitchSchedulerServicer(object):
     def PrepareStep(self, request, context):
         """PrepareStep is called after the step's prompts were added. If GPUs are still lent it waits until the policy reclaims,
         with the events of a buffer wait, REFILL_DUE included. If supply cannot reach the threshold it reclaims and says so.
+        While a WAIT hold stands in the buffer nothing could be trained on, and the GPUs stay lent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -206,7 +211,8 @@ class SwitchSchedulerServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def BeginValidation(self, request, context):
-        """BeginValidation makes all GPUs available for validation: LEND if the trainer has the hybrids, else PROCEED.
+        """BeginValidation makes all GPUs available for validation: LEND if the trainer has the hybrids, else PROCEED. If the lend
+        cannot begin: ABORTED / LEND_FAILED, and the trainer has its GPUs.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -239,6 +245,7 @@ class SwitchSchedulerServicer(object):
         """Save checkpoints the buffer through its own call and keeps the scheduler's state under the same id. The answer is a
         small JSON manifest that the trainer writes into its step folder before its marker file. It may come before or after
         EndStep; saved before, a resume counts step s as ended. Samples that are not committed come back: commit before Save.
+        A buffer that keeps no checkpoints: UNIMPLEMENTED / CHECKPOINTS_UNAVAILABLE.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -489,10 +489,15 @@ class SwitchSchedulerStub(typing.Generic[_SwitchSchedulerOpenRunType, _SwitchSch
     NO_STANDALONE_GPUS, DISAGGREGATED_ROLLOUT, BUFFER_CANNOT_WAIT, TRAINER_ALIVE (the predecessor's lease lives and take_over
     is not set; metadata lease_left); UNAVAILABLE / BUFFER_UNREACHABLE or ENGINE_UNREACHABLE. It can fail after it fenced off
     the predecessor: repeat it.
+
+    GPUs that a predecessor left lent are reclaimed first: ABORTED / RECLAIM_FAILED if that fails. The lend of the start
+    begins at the controller (BeginLend) here if hybrids are registered already, else with CompleteLend.
     """
 
     CloseRun: _SwitchSchedulerCloseRunType
-    """CloseRun ends a run. GPUs stay where they are."""
+    """CloseRun ends a run: its waits end, its GPUs may be held by another run, and they stay where they are. Repeating it is
+    OK; every other call of the epoch is FAILED_PRECONDITION / RUN_CLOSED from then on.
+    """
 
     GetRun: _SwitchSchedulerGetRunType
     """GetRun reads a run."""
@@ -511,6 +516,7 @@ class SwitchSchedulerStub(typing.Generic[_SwitchSchedulerOpenRunType, _SwitchSch
     PrepareStep: _SwitchSchedulerPrepareStepType
     """PrepareStep is called after the step's prompts were added. If GPUs are still lent it waits until the policy reclaims,
     with the events of a buffer wait, REFILL_DUE included. If supply cannot reach the threshold it reclaims and says so.
+    While a WAIT hold stands in the buffer nothing could be trained on, and the GPUs stay lent.
     """
 
     BeginSample: _SwitchSchedulerBeginSampleType
@@ -526,7 +532,9 @@ class SwitchSchedulerStub(typing.Generic[_SwitchSchedulerOpenRunType, _SwitchSch
     """EndStep closes a step and decides: LEND (hybrids are held and their weights tag is awake) or PROCEED."""
 
     BeginValidation: _SwitchSchedulerBeginValidationType
-    """BeginValidation makes all GPUs available for validation: LEND if the trainer has the hybrids, else PROCEED."""
+    """BeginValidation makes all GPUs available for validation: LEND if the trainer has the hybrids, else PROCEED. If the lend
+    cannot begin: ABORTED / LEND_FAILED, and the trainer has its GPUs.
+    """
 
     EndValidation: _SwitchSchedulerEndValidationType
     """EndValidation leaves the GPUs lent."""
@@ -544,6 +552,7 @@ class SwitchSchedulerStub(typing.Generic[_SwitchSchedulerOpenRunType, _SwitchSch
     """Save checkpoints the buffer through its own call and keeps the scheduler's state under the same id. The answer is a
     small JSON manifest that the trainer writes into its step folder before its marker file. It may come before or after
     EndStep; saved before, a resume counts step s as ended. Samples that are not committed come back: commit before Save.
+    A buffer that keeps no checkpoints: UNIMPLEMENTED / CHECKPOINTS_UNAVAILABLE.
     """
 
     Heartbeat: _SwitchSchedulerHeartbeatType
@@ -641,6 +650,9 @@ class SwitchSchedulerServicer(metaclass=abc.ABCMeta):
         NO_STANDALONE_GPUS, DISAGGREGATED_ROLLOUT, BUFFER_CANNOT_WAIT, TRAINER_ALIVE (the predecessor's lease lives and take_over
         is not set; metadata lease_left); UNAVAILABLE / BUFFER_UNREACHABLE or ENGINE_UNREACHABLE. It can fail after it fenced off
         the predecessor: repeat it.
+
+        GPUs that a predecessor left lent are reclaimed first: ABORTED / RECLAIM_FAILED if that fails. The lend of the start
+        begins at the controller (BeginLend) here if hybrids are registered already, else with CompleteLend.
         """
 
     @abc.abstractmethod
@@ -649,7 +661,9 @@ class SwitchSchedulerServicer(metaclass=abc.ABCMeta):
         request: turnout.scheduler.v1.scheduler_pb2.CloseRunRequest,
         context: _ServicerContext,
     ) -> typing.Union[turnout.scheduler.v1.scheduler_pb2.CloseRunResponse, collections.abc.Awaitable[turnout.scheduler.v1.scheduler_pb2.CloseRunResponse]]:
-        """CloseRun ends a run. GPUs stay where they are."""
+        """CloseRun ends a run: its waits end, its GPUs may be held by another run, and they stay where they are. Repeating it is
+        OK; every other call of the epoch is FAILED_PRECONDITION / RUN_CLOSED from then on.
+        """
 
     @abc.abstractmethod
     def GetRun(
@@ -693,6 +707,7 @@ class SwitchSchedulerServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[collections.abc.Iterator[turnout.scheduler.v1.scheduler_pb2.PrepareStepResponse], collections.abc.AsyncIterator[turnout.scheduler.v1.scheduler_pb2.PrepareStepResponse]]:
         """PrepareStep is called after the step's prompts were added. If GPUs are still lent it waits until the policy reclaims,
         with the events of a buffer wait, REFILL_DUE included. If supply cannot reach the threshold it reclaims and says so.
+        While a WAIT hold stands in the buffer nothing could be trained on, and the GPUs stay lent.
         """
 
     @abc.abstractmethod
@@ -728,7 +743,9 @@ class SwitchSchedulerServicer(metaclass=abc.ABCMeta):
         request: turnout.scheduler.v1.scheduler_pb2.BeginValidationRequest,
         context: _ServicerContext,
     ) -> typing.Union[turnout.scheduler.v1.scheduler_pb2.BeginValidationResponse, collections.abc.Awaitable[turnout.scheduler.v1.scheduler_pb2.BeginValidationResponse]]:
-        """BeginValidation makes all GPUs available for validation: LEND if the trainer has the hybrids, else PROCEED."""
+        """BeginValidation makes all GPUs available for validation: LEND if the trainer has the hybrids, else PROCEED. If the lend
+        cannot begin: ABORTED / LEND_FAILED, and the trainer has its GPUs.
+        """
 
     @abc.abstractmethod
     def EndValidation(
@@ -766,6 +783,7 @@ class SwitchSchedulerServicer(metaclass=abc.ABCMeta):
         """Save checkpoints the buffer through its own call and keeps the scheduler's state under the same id. The answer is a
         small JSON manifest that the trainer writes into its step folder before its marker file. It may come before or after
         EndStep; saved before, a resume counts step s as ended. Samples that are not committed come back: commit before Save.
+        A buffer that keeps no checkpoints: UNIMPLEMENTED / CHECKPOINTS_UNAVAILABLE.
         """
 
     @abc.abstractmethod
