@@ -258,6 +258,23 @@ async def test_pages_follow_the_order_of_arrival(caller: Caller) -> None:
     assert [group.group_id for group in await caller.groups(pb.GROUP_STATE_FINISHED)] == ["g3"]
 
 
+async def test_a_page_fits_into_a_message_of_any_client(caller: Caller) -> None:
+    await caller.create()
+    names = [f"g{number:02}" for number in range(50)]
+    await caller.add(*names)
+    wide = pb.Output(segments=[pb.Segment(tokens=1)], tags={"note": "x" * 200_000})
+    await caller.finish(*[result(name, 0, wide) for name in names])
+    seen: list[str] = []
+    token = ""
+    while token or not seen:
+        request = pb.ListGroupsRequest(**caller.place, page_size=1000, page_token=token)
+        answer = await caller.stub.ListGroups(request)
+        assert answer.ByteSize() < 4 << 20
+        seen += [group.group_id for group in answer.groups]
+        token = answer.next_page_token
+    assert seen == names
+
+
 async def test_a_group_tells_its_whole_story(caller: Caller) -> None:
     await caller.create(size=2)
     await caller.open()

@@ -16,6 +16,8 @@ from turnout.buffer.v1 import buffer_pb2 as pb
 
 MAX_PAGE = 1000
 DEFAULT_PAGE = 100
+# A page ends early at this size, below the 4 MiB that many clients accept.
+PAGE_BYTES = 3 << 20
 # Events per message: some 100 kB.
 EVENTS_PER_MESSAGE = 1000
 
@@ -107,9 +109,18 @@ class ReadingCalls(BufferCalls):
             for position, number in enumerate(request.states)
         }
         groups, more = partition.arrivals.page(_page_after(request.page_token), limit, states)
+        messages: list[pb.Group] = []
+        size = 0
+        for group in groups:
+            shown = group_to(partition, group)
+            size += shown.ByteSize()
+            if messages and size > PAGE_BYTES:
+                more = True
+                break
+            messages.append(shown)
         return pb.ListGroupsResponse(
-            groups=[group_to(partition, group) for group in groups],
-            next_page_token=str(groups[-1].sequence) if more else "",
+            groups=messages,
+            next_page_token=str(messages[-1].sequence) if more else "",
             event_sequence=run.state.events.next_sequence - 1,
         )
 

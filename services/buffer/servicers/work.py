@@ -56,6 +56,7 @@ class WorkCalls(BufferCalls):
         room = request.max_bytes if request.HasField("max_bytes") else DEFAULT_CLAIM_BYTES
         if room < 1:
             raise invalid_argument("max_bytes", "max_bytes must be above 0", value=room, reason="OUT_OF_RANGE")
+        room = min(room, self.max_message_bytes)
         asked = duration_seconds(request.max_wait, "max_wait")
         deadline = deadline_after(self.desk.clock, wait_budget(asked, context.time_remaining()))
 

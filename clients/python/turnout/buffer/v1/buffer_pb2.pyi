@@ -3643,7 +3643,7 @@ class ListGroupsRequest(google.protobuf.message.Message):
     partition: builtins.str
     """Partition to read."""
     page_size: builtins.int
-    """Most groups in one answer, 1 to 1 000; default 100."""
+    """Most groups in one answer, 1 to 1 000; default 100. A page ends earlier once it has about 3 MiB."""
     page_token: builtins.str
     """Token of the answer before; empty: from the start."""
     @property
