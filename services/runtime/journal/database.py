@@ -100,16 +100,21 @@ class Database:
         self._mark.write(self.position)
 
     def begin_with_snapshot(self, position: int, crc: int) -> None:
-        """Let the journal begin with a snapshot; the one before it is removed. Raises sqlite3.Error or OSError."""
-        former = self.meta.snapshot_position
+        """Let the journal begin with a snapshot. Raises sqlite3.Error or OSError."""
         meta = self.meta.with_snapshot(position, crc)
         with self._write_gate:
             self._with_ballast(lambda: meta.store(self._writer))
             self.wal_bytes += _PAGES_BESIDE_BODY * _PAGE
         self.meta = meta
         self.snapshot_bytes = self._snapshot_size()
-        if former:
-            self.files.snapshot(former).unlink(missing_ok=True)
+
+    def remove_old_snapshots(self) -> None:
+        """Remove every other snapshot, once the disk is sure to name the current one, in every durability."""
+        if self.checkpoint():
+            current = self.files.snapshot(self.meta.snapshot_position)
+            for path in list(self.files.snapshots()):
+                if path != current:
+                    path.unlink()
 
     def delete_slice(self) -> bool:
         """Delete some of the batches that the snapshot stands for; return whether there are more."""
@@ -165,16 +170,19 @@ class Database:
             message = f"records up to {begin} were replaced by a snapshot; cannot read after {after}"
             raise out_of_range("JOURNAL_COMPACTED", message, field="after", value=after, snapshot_position=begin)
 
-    def checkpoint(self) -> None:
-        """Copy the WAL into the database so that it starts over. Raises sqlite3.Error or OSError."""
+    def checkpoint(self) -> bool:
+        """Copy and sync the WAL into the database so that it starts over. Raises sqlite3.Error or OSError.
+
+        False: a stranger's reader still holds the WAL; the next commit asks again.
+        """
         self._with_ballast(lambda: self._checkpointer.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone())
         with self._write_gate, self._read_gate:
-            # A stranger's reader may still hold the WAL; the next commit then asks for another checkpoint.
             busy = self._with_ballast(
                 lambda: self._checkpointer.execute("PRAGMA wal_checkpoint(RESTART)").fetchone()[0]
             )
             if not busy:
                 self.wal_bytes = 0
+            return not busy
 
     def close(self, *, checkpoint: bool) -> None:
         """Close the files. `checkpoint`: leave no WAL behind, so that a copy of the database is whole."""

@@ -45,6 +45,10 @@ _PRIMARY: Final = 0xFF
 """SQLite keeps the primary result code in the low byte of an extended one."""
 
 
+FSYNC_REASON: Final = "JOURNAL_FSYNC_FAILED"
+"""The reason of the one failure after which the process must exit."""
+
+
 class Cause(Enum):
     """Why something failed."""
 
@@ -94,9 +98,7 @@ def failure_of(error: BaseException) -> JournalFailure:
         case Cause.DAMAGE:
             told = data_loss("JOURNAL_DAMAGED", "the journal is damaged", detail=text)
         case Cause.FSYNC:
-            told = unavailable(
-                "JOURNAL_FSYNC_FAILED", "the disk did not confirm a write; this process ends", detail=text
-            )
+            told = unavailable(FSYNC_REASON, "the disk did not confirm a write; this process ends", detail=text)
         case Cause.IO:
             told = unavailable("JOURNAL_IO", "the journal could not be written", detail=text)
         case Cause.FAULT:

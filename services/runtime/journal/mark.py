@@ -39,10 +39,15 @@ class Acknowledged:
 
 
 def read_mark(path: Path) -> Acknowledged | None:
-    """Return what the mark says, None if there is none. Raises DATA_LOSS if it is damaged."""
+    """Return what the mark says, None if there is none. Raises DATA_LOSS if it is damaged.
+
+    An empty file is none: its creation was cut short, before there was a database.
+    """
     try:
         data = path.read_bytes()
     except FileNotFoundError:
+        return None
+    if not data:
         return None
     fields, crc = data[: _FIELDS.size], data[_FIELDS.size :]
     if len(crc) != _CRC.size or _CRC.unpack(crc)[0] != google_crc32c.value(fields):

@@ -21,7 +21,7 @@ import google_crc32c
 
 from services.runtime.journal.ballast import Ballast
 from services.runtime.journal.database import Contents, Database, configure, verify
-from services.runtime.journal.failures import damaged, failure_of, is_damage
+from services.runtime.journal.failures import Cause, cause_of, damaged, failure_of, is_damage
 from services.runtime.journal.files import JournalFiles
 from services.runtime.journal.mark import Acknowledged, Mark, read_mark
 from services.runtime.journal.meta import Connect, Meta, connect_sqlite, read_meta
@@ -78,7 +78,7 @@ def open_database(files: JournalFiles, options: JournalOptions, schema: str, bal
     try:
         database = _prepare(files, options, schema, ballast, seams, acknowledged.journal_id, contents)
     except sqlite3.Error as error:
-        if is_damage(error):
+        if cause_of(error) is Cause.DAMAGE:
             raise damaged(files.database.name, str(error), last_good=position) from error
         raise failure_of(error).error from error
     return Opened(database, lost)
@@ -165,13 +165,16 @@ def _prepare(
     files.sync_directory()
     said = Acknowledged(journal_id, options.durability, seams.boot_id(), contents.position)
     database = Database(files, options, seams.connect, contents, ballast, Mark(files.mark, said))
-    current = files.snapshot(contents.meta.snapshot_position)
-    for path in list(files.snapshots()):
-        if path != current:
-            path.unlink()
-    while database.delete_slice():
-        pass
-    ballast.take()
+    try:
+        # What a crash left of a snapshot and of the deletions after it.
+        while database.delete_slice():
+            pass
+        database.log_bytes = contents.log_bytes
+        database.remove_old_snapshots()
+        ballast.take()
+    except BaseException:
+        database.close(checkpoint=False)
+        raise
     return database
 
 

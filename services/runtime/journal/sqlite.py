@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Collection
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
 from typing import Final, TypeVar
@@ -29,6 +29,7 @@ from services.runtime.journal.batch import (
 from services.runtime.journal.database import Database
 from services.runtime.journal.durable import Durable, Parcel
 from services.runtime.journal.failures import (
+    FSYNC_REASON,
     Cause,
     JournalFailure,
     cause_of,
@@ -49,6 +50,10 @@ from services.runtime.journal.writer import Job, Writer
 
 SNAPSHOT_BYTES: Final = 1 << 20
 """Chunks of a snapshot go to and from their thread in lots of this size, since owners like small chunks."""
+
+WAL_BOUND: Final = 4
+"""Times `checkpoint_bytes` at which commits wait for the checkpoint: without syncs of its own (durability `os`) the
+writer can be faster than the disk for as long as memory lasts."""
 
 _PREFIXES: Final = 10_000
 """Streams whose encoded names are kept at hand: far more than there are runs at a time."""
@@ -74,6 +79,9 @@ class SqliteJournal:
         self._prefixes: dict[str, bytes] = {}
         self._stopped = asyncio.Event()
         self._snapshotting = False
+        self._state = JournalState.CLOSED
+        self._failure: JournalFailure | None = None
+        self._opened: Opened | None = None
 
     @classmethod
     async def open(cls, directory: Path, *, schema: str, options: JournalOptions, seams: Seams) -> SqliteJournal:
@@ -85,19 +93,32 @@ class SqliteJournal:
             raise failure_of(error).error from error
         journal = cls(files, schema, options, seams, lock)
         try:
-            await journal._open()
+            journal._begin(await journal._aside(journal._load))
+        except asyncio.CancelledError:
+            journal._rest.submit(journal._give_up)  # behind the opening, which goes on
+            raise
         except BaseException:
-            journal._shut_threads()
             lock.release()
             raise
+        finally:
+            if journal._state is not JournalState.OPEN:
+                journal._shut_threads()
         return journal
 
-    async def _open(self) -> None:
-        self._begin(
-            await self._aside(
-                lambda: open_database(self._files, self._options, self._schema, self._ballast, self._seams)
-            )
-        )
+    def _load(self) -> Opened:
+        """Open the files; on the thread for that, which the closing of what was open before also needs."""
+        self._unload(checkpoint=False)
+        self._opened = open_database(self._files, self._options, self._schema, self._ballast, self._seams)
+        return self._opened
+
+    def _unload(self, *, checkpoint: bool) -> None:
+        opened, self._opened = self._opened, None
+        if opened is not None:
+            opened.database.close(checkpoint=checkpoint)
+
+    def _give_up(self) -> None:
+        self._unload(checkpoint=False)
+        self._lock.release()
 
     def _begin(self, opened: Opened) -> None:
         self._database, self.lost = opened
@@ -106,9 +127,9 @@ class SqliteJournal:
         self._parcel: Parcel | None = None
         self._last = Parcel()
         self._last.settle()
-        self._checkpointing = False
+        self._checkpointing: Future[None] | None = None
         self._state = JournalState.OPEN
-        self._failure: JournalFailure | None = None
+        self._failure = None
         self._stopped.clear()
         name = f"{self._schema} journal writer"
         self._writer = Writer(self._database.append, self, self._after_work, name)
@@ -228,8 +249,12 @@ class SqliteJournal:
         if self._state is not JournalState.FAILED:
             raise not_failed(self._state.name)
         await self._writer.stop()
-        await self._aside(lambda: self._database.close(checkpoint=False))
-        await self._open()
+        try:
+            self._begin(await self._aside(self._load))
+        except TurnoutError as error:
+            if error.reason == FSYNC_REASON:
+                self._state = JournalState.FATAL
+            raise
 
     async def give_back_ballast(self) -> bool:
         return await self._aside(self._ballast.give_back)
@@ -245,7 +270,7 @@ class SqliteJournal:
         self._state = JournalState.CLOSED
         await self._writer.stop()
         try:
-            await self._aside(lambda: self._database.close(checkpoint=in_order and self._failure is None))
+            await self._aside(lambda: self._unload(checkpoint=in_order and self._failure is None))
         except sqlite3.Error as error:
             # Everything is durable in the WAL; the next opening copies it.
             self._failure = self._failure or failure_of(error)
@@ -350,36 +375,36 @@ class SqliteJournal:
             await self._aside(partial(writer.write, lot))
             crc = await self._aside(writer.finish)
             registered = self._call(lambda: database.begin_with_snapshot(position, crc))
+        except asyncio.CancelledError:
+            self._rest.submit(writer.discard)  # behind what the thread still writes
+            raise
         except BaseException:
-            self._discard(writer)
+            await self._aside(writer.discard)
             raise
         # From here on the database may name the file, so even a cancelled caller leaves it: the next opening removes
         # what is not named.
         await registered
         while await self._call(database.delete_slice):
             pass
-
-    def _discard(self, writer: SnapshotWriter) -> None:
-        try:
-            self._rest.submit(writer.discard)  # behind what the thread still writes
-        except RuntimeError:
-            writer.discard()
+        await self._aside(lambda: self._checkpoint(database.remove_old_snapshots))
 
     def _after_work(self) -> None:
-        """Start a checkpoint if the WAL is long; on the writer's thread."""
-        if self._database.wal_bytes >= self._options.checkpoint_bytes and not self._checkpointing:
-            self._checkpointing = True
-            self._rest.submit(self._checkpoint, self._database)
+        """Start a checkpoint if the WAL is long, and wait for it if it is too long; on the writer's thread."""
+        length, limit = self._database.wal_bytes, self._options.checkpoint_bytes
+        if length < limit:
+            return
+        if self._checkpointing is None or self._checkpointing.done():
+            self._checkpointing = self._rest.submit(self._checkpoint, self._database.checkpoint)
+        if length >= WAL_BOUND * limit:
+            wait([self._checkpointing])
 
-    def _checkpoint(self, database: Database) -> None:
+    def _checkpoint(self, run: Callable[[], object]) -> None:
         try:
-            database.checkpoint()
+            run()
         except Exception as error:
             # A full disk leaves the WAL as it is: commits go on while it has room, and ask again.
             if cause_of(error) is not Cause.DISK_FULL:
                 self._loop.call_soon_threadsafe(self.broke, [], None, failure_of(error))
-        finally:
-            self._checkpointing = False
 
     def _shut_threads(self) -> None:
         self._reads.shutdown(wait=False)
