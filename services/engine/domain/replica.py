@@ -130,6 +130,7 @@ class Replica:
         self.weights = Weights.DISCARDED if self.must_load else Weights.INTACT
         self._before_update = self.weights
         self._cleared_pause = False
+        self._released_kv = False
         self.observe(state)
 
     # ------------------------------------------------------------------------------------------------ what is known
@@ -215,12 +216,13 @@ class Replica:
         self.uncertain = False
         if replaced:
             self._lose_weights()
+        dropped = state.sleep_level == 2 and WEIGHTS not in state.resident_tags
+        if state.weights is Weights.DISCARDED or dropped:
+            self._discard()
         if self.update_id:
-            return  # what an engine tells in the middle of an update is settled at its end
+            return  # the rest of what an engine tells in the middle of an update is settled at its end
         if state.weights is not None:
             self.weights = Weights.DISCARDED if self.must_load else state.weights
-        elif state.sleep_level == 2 and WEIGHTS not in state.resident_tags:
-            self.weights = Weights.DISCARDED
         if state.weight_version is not None and state.weight_version != self.weight_version and not self.must_load:
             self.weight_version = state.weight_version
             self.stale_caches = ALL_CACHES
@@ -243,6 +245,9 @@ class Replica:
 
     def _lose_weights(self) -> None:
         self.must_load = True
+        self._discard()
+
+    def _discard(self) -> None:
         self.weights = Weights.DISCARDED
         self._before_update = Weights.DISCARDED
 
@@ -255,7 +260,7 @@ class Replica:
         """The engine confirmed a call."""
         match call:
             case Sleep(level=2):
-                self.weights = Weights.DISCARDED
+                self._discard()
             case Pause(clear_cache=cleared):
                 self._cleared_pause = cleared
             case ResetCaches(caches=caches):
@@ -470,7 +475,8 @@ class Replica:
                 calls: tuple[Call, ...] = (Pause(PauseMode.KEEP),)
             else:
                 calls = self._quiesce(PauseMode.ABORT)
-            if kv_skip(self.spec) is None and KV_CACHE in self.state.resident_tags:
+            self._released_kv = kv_skip(self.spec) is None and KV_CACHE in self.state.resident_tags
+            if self._released_kv:
                 calls = (*calls, *self._release().calls)
         else:
             calls = self._quiesce(PauseMode.ABORT)
@@ -509,9 +515,8 @@ class Replica:
         self.stale_caches = ALL_CACHES
         if self.update_kind is UpdateKind.ASLEEP:
             return Plan((self._full_reset(),))
-        kv: tuple[Call, ...] = (ResumeKv(),) if KV_CACHE in self.asleep_tags else ()
-        start: tuple[Call, ...] = () if self.lending else (Resume(),)
-        return Plan((*kv, self._full_reset(), *start))
+        refill, start = self._go_on()
+        return Plan((*refill, self._full_reset(), *start))
 
     def close_update(self) -> None:
         """The update is over for this replica, well or badly."""
@@ -527,9 +532,9 @@ class Replica:
         self.weights = self._before_update
         if kind is UpdateKind.ASLEEP or self.lending:
             return Plan()
-        kv: tuple[Call, ...] = (ResumeKv(),) if KV_CACHE in self.asleep_tags else ()
-        start: tuple[Call, ...] = (Resume(),) if self.weights is Weights.INTACT and not self.stale_caches else ()
-        return Plan((*kv, *start))
+        refill, start = self._go_on()
+        fit = self.weights is Weights.INTACT and not self.stale_caches
+        return Plan((*refill, *start) if fit else refill)
 
     # ------------------------------------------------------------------------------------------------------- helpers
 
@@ -541,6 +546,17 @@ class Replica:
         if mode is not PauseMode.ABORT and self.state.pause_mode is PauseMode.KEEP and self.state.running:
             raise self._refusal("PAUSED_IN_OTHER_MODE", "it is paused in mode keep: its requests would never end")
         return (Drain(),)
+
+    def _go_on(self) -> tuple[tuple[Call, ...], tuple[Call, ...]]:
+        """The calls that refill what an AWAKE update freed, and those that start scheduling again."""
+        asleep = self.asleep_tags
+        if asleep and not self._released_kv:
+            return (), ()
+        refill: tuple[Call, ...] = ()
+        if asleep:
+            # Where KV is released by sleep and wake, that can have failed half-way, with more than KV asleep.
+            refill = (ResumeKv(),) if asleep == {KV_CACHE} else (WakeUp(asleep),)
+        return refill, () if self.lending else (Resume(),)
 
     def _put_to_sleep(self, level: int) -> tuple[Call, ...]:
         if self.spec.role is Role.HYBRID:
