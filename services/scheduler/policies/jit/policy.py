@@ -418,4 +418,4 @@ class JitPolicy:
         return self._depth
 
 
-PHI = 1.0
+PHI = 0.0
