@@ -56,15 +56,24 @@ class HostedRun:
     joins: Joins = field(default_factory=Joins)
     stop_waits: Callable[[Exception], None] = lambda _: None
     """Ends the waits of the present epoch with an error."""
+    fenced: TurnoutError | None = None
+    """Why calls of this epoch are refused, though no other is granted yet: a successor is being let in."""
 
     @property
     def moment(self) -> Moment:
         """Now."""
         return self.tools.moment()
 
+    def fence(self, error: TurnoutError) -> None:
+        """Let in no further call of this epoch, and end its waits."""
+        self.fenced = error
+        self.stop_waits(error)
+
     def admit(self, epoch: int) -> None:
         """A trainer's call arrived: refuse it, or take it as a sign of life."""
         self.run.check_epoch(epoch)
+        if self.fenced is not None:
+            raise self.fenced
         if not self.run.is_open:
             raise self.closed()
         self.run.lease.renew(self.tools.clock.now())

@@ -27,12 +27,12 @@ _EXITS = {exit.value: exit for exit in events.GroupExit}
 
 
 class Observer:
-    """The streams of one run, in tasks that end with `close`."""
+    """The streams of one run, in tasks that end with `close`. `next_group_event`: where its group events begin."""
 
-    def __init__(self, hosted: HostedRun) -> None:
+    def __init__(self, hosted: HostedRun, next_group_event: int | None) -> None:
         self._hosted = hosted
         self._tasks: list[asyncio.Task[None]] = []
-        self._next_group_event: int | None = None
+        self.next_group_event = next_group_event
         self._replicas: dict[str, engine_pb2.Replica] = {}
         self._topology: events.TopologyChanged | None = None
 
@@ -58,7 +58,7 @@ class Observer:
                 if error.code is Code.UNIMPLEMENTED:
                     return
                 if error.reason == "EVENTS_TRIMMED":
-                    self._next_group_event = None
+                    self.next_group_event = None
             except Exception:
                 _log.exception("following a run failed", run_id=self._hosted.run.run_id)
             await asyncio.sleep(_RETRY_S)
@@ -66,13 +66,13 @@ class Observer:
     # ------------------------------------------------------------------------------------------------- groups
 
     async def _groups(self) -> None:
-        async for message in self._hosted.buffer.watch_groups(self._next_group_event):
+        async for message in self._hosted.buffer.watch_groups(self.next_group_event):
             batch = [event for event in message.events if event.partition == self._hosted.run.config.partition]
             for event in _added_together(batch):
                 self._group(event)
             numbered = [event.sequence for event in message.events if event.sequence]
             if numbered:
-                self._next_group_event = numbered[-1] + 1
+                self.next_group_event = numbered[-1] + 1
 
     def _group(self, event: buffer_pb2.GroupEvent | events.GroupsAdded) -> None:
         happened = event if isinstance(event, events.GroupsAdded) else self._group_happened(event)

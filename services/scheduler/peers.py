@@ -75,25 +75,42 @@ def channel_options(target: str) -> list[tuple[str, int]]:
     return options
 
 
-class Channels:
-    """One channel per target, shared by all runs."""
+@dataclass(frozen=True, slots=True)
+class Link:
+    """The way to one peer.
+
+    Parked streams have a connection of their own, so that they never stand in the way of the call that releases them.
+    """
+
+    control: grpc.aio.Channel
+    parked: grpc.aio.Channel
+
+
+class Links:
+    """One link per target, shared by all runs."""
 
     def __init__(self) -> None:
-        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._links: dict[str, Link] = {}
 
-    def get(self, field: str, target: str) -> grpc.aio.Channel:
-        """The channel to `target`. A target that is empty or malformed is INVALID_ARGUMENT naming `field`."""
+    def get(self, field: str, target: str) -> Link:
+        """The link to `target`. An empty target is INVALID_ARGUMENT naming `field`."""
         if not target:
             raise invalid_argument(field, f"{field} must not be empty", value=target)
-        if target not in self._channels:
-            self._channels[target] = grpc.aio.insecure_channel(target, options=channel_options(target))
-        return self._channels[target]
+        if target not in self._links:
+            self._links[target] = Link(
+                grpc.aio.insecure_channel(target, options=channel_options(target)),
+                grpc.aio.insecure_channel(
+                    target, options=[*channel_options(target), ("grpc.use_local_subchannel_pool", 1)]
+                ),
+            )
+        return self._links[target]
 
     async def close(self) -> None:
         """Close them all."""
-        for channel in self._channels.values():
-            await channel.close()
-        self._channels.clear()
+        for link in self._links.values():
+            await link.control.close()
+            await link.parked.close()
+        self._links.clear()
 
 
 @asynccontextmanager
@@ -153,8 +170,9 @@ class BufferState:
 class BufferPeer:
     """The replay buffer of one run."""
 
-    def __init__(self, channel: grpc.aio.Channel, target: str, run_id: str, partition: str, timeout_s: float) -> None:
-        self._stub: buffer_pb2_grpc.ReplayBufferAsyncStub = buffer_pb2_grpc.ReplayBufferStub(channel)
+    def __init__(self, link: Link, target: str, run_id: str, partition: str, timeout_s: float) -> None:
+        self._stub: buffer_pb2_grpc.ReplayBufferAsyncStub = buffer_pb2_grpc.ReplayBufferStub(link.control)
+        self._parked: buffer_pb2_grpc.ReplayBufferAsyncStub = buffer_pb2_grpc.ReplayBufferStub(link.parked)
         self.target = target
         self._run_id = run_id
         self._partition = partition
@@ -219,7 +237,7 @@ class BufferPeer:
             cursor=cursor,
             max_wait=seconds(max_wait_s),
         )
-        call = self._stub.WaitForSampleable(request, timeout=max_wait_s + self._timeout_s)
+        call = self._parked.WaitForSampleable(request, timeout=max_wait_s + self._timeout_s)
         try:
             async with _errors_of(BUFFER, self.target):
                 async for event in call:
@@ -227,10 +245,21 @@ class BufferPeer:
         finally:
             call.cancel()
 
+    async def next_group_event(self) -> int | None:
+        """Sequence number of the group event that comes next, None if the buffer does not list groups."""
+        request = buffer_pb2.ListGroupsRequest(run_id=self._run_id, partition=self._partition, page_size=1)
+        try:
+            answer = await self._call(self._stub.ListGroups(request, timeout=self._t))
+        except TurnoutError as error:
+            if error.code is not Code.UNIMPLEMENTED:
+                raise
+            return None
+        return answer.event_sequence + 1
+
     def watch_groups(self, start: int | None) -> AsyncGenerator[buffer_pb2.WatchGroupsResponse, None]:
         """Group events from sequence number `start`, or from now on."""
         request = buffer_pb2.WatchGroupsRequest(run_id=self._run_id, from_sequence=start)
-        return _stream(self._stub.WatchGroups(request), BUFFER, self.target)
+        return _stream(self._parked.WatchGroups(request), BUFFER, self.target)
 
     async def checkpoint(self, epoch: int, step: int, checkpoint_id: str, timeout_s: float) -> str:
         """Save the buffer; the checkpoint's id."""
@@ -311,14 +340,15 @@ class EnginePeer:
 
     def __init__(
         self,
-        channel: grpc.aio.Channel,
+        link: Link,
         target: str,
         run_id: str,
         timeout_s: float,
         transition_timeout_s: float,
         engine_timeout_s: float | None,
     ) -> None:
-        self._stub: engine_pb2_grpc.EngineControllerAsyncStub = engine_pb2_grpc.EngineControllerStub(channel)
+        self._stub: engine_pb2_grpc.EngineControllerAsyncStub = engine_pb2_grpc.EngineControllerStub(link.control)
+        self._parked: engine_pb2_grpc.EngineControllerAsyncStub = engine_pb2_grpc.EngineControllerStub(link.parked)
         self.target = target
         self._run_id = run_id
         self._timeout_s = timeout_s
@@ -339,9 +369,9 @@ class EnginePeer:
         return Replicas(answer.incarnation, answer.epoch, {hybrid.replica_id: hybrid for hybrid in hybrids})
 
     async def open_epoch(self, epoch: int) -> None:
-        """Fence off earlier trainers and bind the controller to the run."""
+        """Fence off earlier trainers and bind the controller to the run. It undoes their lends and updates first."""
         request = engine_pb2.OpenEpochRequest(run_id=self._run_id, epoch=epoch)
-        await self._call(self._stub.OpenEpoch(request, timeout=self._timeout_s))
+        await self._call(self._stub.OpenEpoch(request, timeout=self._transition_timeout_s))
 
     async def begin_lend(self, epoch: int, lend_id: str, *, keep_sessions: bool) -> tuple[str, ...]:
         """Routes HELD, weights awake; the replicas that wait for weights."""
@@ -380,13 +410,13 @@ class EnginePeer:
 
     def watch_replicas(self) -> AsyncGenerator[engine_pb2.WatchReplicasResponse, None]:
         """All replicas, then those that change."""
-        call = self._stub.WatchReplicas(engine_pb2.WatchReplicasRequest(run_id=self._run_id))
+        call = self._parked.WatchReplicas(engine_pb2.WatchReplicasRequest(run_id=self._run_id))
         return _stream(call, ENGINE, self.target)
 
     def watch_progress(self, interval_s: float) -> AsyncGenerator[engine_pb2.WatchProgressResponse, None]:
         """A reading of everything that runs every `interval_s` domain seconds."""
         request = engine_pb2.WatchProgressRequest(run_id=self._run_id, interval=seconds(interval_s))
-        return _stream(self._stub.WatchProgress(request), ENGINE, self.target)
+        return _stream(self._parked.WatchProgress(request), ENGINE, self.target)
 
     async def _call(self, call: Awaitable[T]) -> T:
         async with _errors_of(ENGINE, self.target):

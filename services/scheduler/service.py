@@ -13,7 +13,7 @@ from services.scheduler.domain.config import PolicyFactory
 from services.scheduler.domain.holdings import Holdings
 from services.scheduler.hosted import Tools
 from services.scheduler.metrics import SchedulerMetrics
-from services.scheduler.peers import Channels
+from services.scheduler.peers import Links
 from services.scheduler.registry import Registry
 from services.scheduler.servicer import SchedulerServicer
 from services.scheduler.settings import SchedulerSettings
@@ -30,8 +30,8 @@ class SchedulerService(HostedService):
 
     def __init__(self, settings: SchedulerSettings, context: HostContext, create: PolicyFactory) -> None:
         tools = Tools(context.clock, context.draining, settings, Holdings(), lambda: uuid.uuid4().hex)
-        self._channels = Channels()
-        self._registry = Registry(tools, self._channels, create, SchedulerMetrics(context.metrics))
+        self._links = Links()
+        self._registry = Registry(tools, self._links, create, SchedulerMetrics(context.metrics))
         self._servicer = SchedulerServicer(self._registry, tools, uuid.uuid4().hex)
 
     def register(self, server: grpc.aio.Server) -> None:
@@ -42,7 +42,7 @@ class SchedulerService(HostedService):
 
     async def close(self) -> None:
         await self._registry.close()
-        await self._channels.close()
+        await self._links.close()
 
 
 def builder(settings: SchedulerSettings, create: PolicyFactory = policies.create) -> Build:

@@ -17,6 +17,7 @@ from google.protobuf.message import Message
 from services.runtime.errors import invalid_argument, require_non_negative
 from services.runtime.idempotency import fingerprint
 from services.runtime.waits import duration_seconds, wait_budget
+from services.scheduler.checkpoints import SavedRun
 from services.scheduler.convert import (
     config_from_proto,
     decision_to_proto,
@@ -29,8 +30,9 @@ from services.scheduler.convert_events import event_to_proto
 from services.scheduler.domain.calls import Call, CallKey
 from services.scheduler.domain.lends import Lend, lend_closed
 from services.scheduler.hosted import HostedRun, Tools
+from services.scheduler.opening import Opened, Opening
 from services.scheduler.peers import seconds
-from services.scheduler.registry import Opened, Opening, Registry, SavedRun
+from services.scheduler.registry import Registry
 from services.scheduler.steps import BeganStep, CompletedLend, EndedStep, Prepared, Sampled
 from services.scheduler.waiting import Event
 from turnout.buffer.v1 import buffer_pb2
@@ -246,7 +248,9 @@ class SchedulerServicer(scheduler_pb2_grpc.SwitchSchedulerServicer):
     async def Save(self, request: pb.SaveRequest, context: Context) -> pb.SaveResponse:
         hosted = self._admitted(request)
         key = CallKey(Call.SAVE, request.step)
-        answer = await hosted.call(key, _content(request), lambda: self._registry.save(hosted, request.step))
+        answer = await hosted.call(
+            key, _content(request), lambda: self._registry.checkpoints.save(hosted, request.step)
+        )
         saved = cast(SavedRun, answer)
         return pb.SaveResponse(checkpoint_id=saved.checkpoint_id, manifest_json=saved.manifest_json)
 

@@ -190,6 +190,12 @@ class FakeBuffer(buffer_pb2_grpc.ReplayBufferServicer):
             self.group_events.append(event)
         await self._wake()
 
+    async def ListGroups(
+        self, request: buffer_pb2.ListGroupsRequest, context: Context
+    ) -> buffer_pb2.ListGroupsResponse:
+        await self._enter("ListGroups")
+        return buffer_pb2.ListGroupsResponse(event_sequence=len(self.group_events))
+
     async def WatchGroups(
         self, request: buffer_pb2.WatchGroupsRequest, context: Context
     ) -> AsyncIterator[buffer_pb2.WatchGroupsResponse]:
@@ -284,8 +290,8 @@ class FakeEngine(engine_pb2_grpc.EngineControllerServicer):
 
     async def BeginLend(self, request: engine_pb2.BeginLendRequest, context: Context) -> engine_pb2.BeginLendResponse:
         self.requests.append(request)
-        await self.script.enter("BeginLend")
         self._check(request)
+        await self.script.enter("BeginLend")
         self.lend_id = request.lend_id
         for replica in self.hybrids():
             replica.lend_id = request.lend_id
@@ -298,8 +304,8 @@ class FakeEngine(engine_pb2_grpc.EngineControllerServicer):
         self, request: engine_pb2.FinishLendRequest, context: Context
     ) -> engine_pb2.FinishLendResponse:
         self.requests.append(request)
-        await self.script.enter("FinishLend")
         self._check(request)
+        await self.script.enter("FinishLend")
         for replica in self.hybrids():
             deaf = replica.spec.replica_id in self.deaf
             replica.route = engine_pb2.ROUTE_STATE_OUT if deaf else engine_pb2.ROUTE_STATE_SERVING
@@ -309,15 +315,15 @@ class FakeEngine(engine_pb2_grpc.EngineControllerServicer):
         return engine_pb2.FinishLendResponse()
 
     async def AbortLend(self, request: engine_pb2.AbortLendRequest, context: Context) -> engine_pb2.AbortLendResponse:
-        await self.script.enter("AbortLend")
         self._check(request)
+        await self.script.enter("AbortLend")
         await self._free("op-abort")
         return engine_pb2.AbortLendResponse()
 
     async def Reclaim(self, request: engine_pb2.ReclaimRequest, context: Context) -> engine_pb2.ReclaimResponse:
         self.requests.append(request)
-        await self.script.enter("Reclaim")
         self._check(request)
+        await self.script.enter("Reclaim")
         await self._free("op-reclaim")
         return engine_pb2.ReclaimResponse(incarnation=self.incarnation)
 

@@ -396,3 +396,29 @@ async def test_switching_off_in_a_run_reclaims_at_the_next_step() -> None:
         off = pb.SwitchConfig(enable_switch=False)
         await w.stub.UpdateRun(pb.UpdateRunRequest(run_id="run", epoch=trainer.epoch, switch=off))
         assert (await trainer.begin(1)).reclaimed
+
+
+async def test_an_opening_that_is_refused_leaves_the_running_trainer_alone() -> None:
+    """A second job started by mistake must not end the first one's wait."""
+    async with world(peer_timeout_s=1.0) as w:
+        trainer = await w.trainer()
+        await trainer.begin(1)
+        stream = trainer.prepare_stream(1)
+        await stream.read()
+        w.engine.script.failures["engine.OpenEpoch"].append(unavailable("DRAINING", "stopping"))
+        assert (await error_of(w.open(resume=KEEP, take_over=True))).code is Code.UNAVAILABLE
+        assert (await error_of(w.open(take_over=True, buffer_target="127.0.0.1:1"))).reason == "BUFFER_UNREACHABLE"
+        await w.buffer.set_depth(8)
+        assert (await rest_of(stream))[-1].done.reclaimed
+
+
+async def test_a_predecessor_is_refused_as_soon_as_it_is_fenced_off() -> None:
+    """Between the fence and the new epoch its calls would move GPUs that the successor is about to take."""
+    async with world() as w:
+        old = await w.trainer()
+        gate = w.engine.script.gates["Reclaim"] = asyncio.Event()
+        opening = asyncio.ensure_future(w.open(resume=KEEP, take_over=True))
+        await w.engine.script.arrived["Reclaim"].wait()
+        assert (await error_of(old.begin(1))).reason == "STALE_EPOCH"
+        gate.set()
+        assert (await opening).epoch == 2

@@ -329,3 +329,43 @@ async def test_a_weight_update_between_lends_is_told_with_begin_step() -> None:
         await w.stub.BeginStep(request)
         synced = [e.sync_done for e in await trainer.events() if e.HasField("sync_done")]
         assert (synced[-1].hybrid, synced[-1].seconds, synced[-1].weight_version) == (False, 18.0, 0)
+
+
+async def test_a_controller_that_is_down_keeps_the_trainer_from_gpus_that_were_not_confirmed() -> None:
+    """Nobody knows whose they are until it answers again."""
+    async with world(transition_attempts=1, peer_timeout_s=1.0) as w:
+        trainer = await w.trainer()
+        await w.buffer.set_depth(8)
+        w.engine.stubborn.add("hybrid-0")
+        assert (await error_of(trainer.begin(1))).reason == "RECLAIM_FAILED"
+        await w.engine_host.stop(0)
+        error = await error_of(trainer.begin(1))
+        assert (error.code, error.reason) == (Code.UNAVAILABLE, "ENGINE_UNREACHABLE")
+
+
+async def test_a_lend_whose_controller_dies_before_it_says_who_serves_has_failed() -> None:
+    """Silence is no success."""
+    async with world(transition_attempts=1, peer_timeout_s=1.0) as w:
+        opened = await w.open()
+        trainer = Trainer(w.stub, opened.epoch)
+        w.engine.script.failures["FinishLend"] = [partial("op-1", "hybrid-0")]
+        arrived = w.engine.script.arrived["FinishLend"]
+
+        async def die() -> None:
+            await arrived.wait()
+            w.engine.script.failures["ListReplicas"] = [unavailable("DRAINING", "stopping")] * 9
+
+        dying = asyncio.ensure_future(die())
+        w.engine.script.gates["FinishLend"] = arrived
+        assert (await error_of(trainer.complete(opened.lend))).reason == "LEND_FAILED"
+        await dying
+
+
+async def test_a_lend_that_never_began_at_the_controller_cannot_be_complete() -> None:
+    """A BeginLend that failed twice leaves nothing that could serve."""
+    async with world(transition_attempts=1) as w:
+        w.engine.script.failures["BeginLend"] = [partial("op-1", "hybrid-0")] * 2
+        opened = await w.open()
+        trainer = Trainer(w.stub, opened.epoch)
+        assert (await error_of(trainer.complete(opened.lend))).reason == "LEND_FAILED"
+        assert (await trainer.complete(opened.lend)).mode == ROLLOUT

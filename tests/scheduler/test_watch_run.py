@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 from itertools import pairwise
 from typing import Any
 
-from services.runtime.errors import Code
+from services.runtime.errors import Code, out_of_range, unimplemented
 from tests.scheduler.fakes import FakeEngine, host_buffer, host_engine
 from tests.scheduler.world import RUN, Trainer, World, error_of, rest_of, run_config, world
 from turnout.buffer.v1 import buffer_pb2
@@ -286,3 +286,66 @@ async def test_many_runs_live_side_by_side() -> None:
         runs = (await w.stub.ListRuns(pb.ListRunsRequest())).runs
         assert [(run.run_id, run.step) for run in runs] == [("job-0", 1), ("job-1", 1), ("job-2", 1), ("job-3", 0)]
         assert runs[3].mode == events_pb2.MODE_ROLLOUT
+
+
+async def test_groups_that_are_added_before_the_stream_is_up_are_told_all_the_same() -> None:
+    """A trainer adds its warm-up as soon as it may; a report that misses it would find groups that nobody added."""
+    async with world() as w:
+        event = buffer_pb2.GroupEvent
+        await w.buffer.tell(event(kind=Kind.GROUP_EVENT_KIND_ADDED, group_id="before", trajectories=1))
+        gate = w.buffer.script.gates["WatchGroups"] = asyncio.Event()
+        trainer = await w.trainer()
+        await w.buffer.script.arrived["WatchGroups"].wait()
+        await w.buffer.tell(event(kind=Kind.GROUP_EVENT_KIND_ADDED, group_id="warm-up", trajectories=1))
+        gate.set()
+        seen = await until(trainer, "groups_added")
+        assert [list(e.groups_added.group_ids) for e in seen if e.HasField("groups_added")] == [["warm-up"]]
+
+
+async def test_a_take_over_follows_the_groups_where_its_predecessor_stopped() -> None:
+    """Groups that finish between two trainers of a run belong to its report, once."""
+    async with world() as w:
+        trainer = await w.trainer()
+        await ready(w)
+        event = buffer_pb2.GroupEvent
+        await w.buffer.tell(event(kind=Kind.GROUP_EVENT_KIND_ADDED, group_id="a", trajectories=1))
+        await until(trainer, "groups_added")
+        gate = w.engine.script.gates["Reclaim"] = asyncio.Event()
+        opening = asyncio.ensure_future(w.open(take_over=True, resume=pb.Resume(keep_live=True)))
+        await w.engine.script.arrived["Reclaim"].wait()
+        await w.buffer.tell(event(kind=Kind.GROUP_EVENT_KIND_ADDED, group_id="b", trajectories=1))
+        gate.set()
+        await opening
+        seen = await until(trainer, "groups_added", 2)
+        assert [list(e.groups_added.group_ids) for e in seen if e.HasField("groups_added")] == [["a"], ["b"]]
+
+
+async def test_a_buffer_that_trimmed_its_events_is_followed_from_now_on() -> None:
+    """What is lost is lost; following nothing at all would be worse."""
+    async with world() as w:
+        trainer = await w.trainer()
+        await ready(w)
+        event = buffer_pb2.GroupEvent
+        await w.buffer.tell(event(kind=Kind.GROUP_EVENT_KIND_ADDED, group_id="a", trajectories=1))
+        await until(trainer, "groups_added")
+        w.buffer.script.failures["WatchGroups"].append(out_of_range("EVENTS_TRIMMED", "too old"))
+        w.buffer.script.arrived["WatchGroups"].clear()
+        target = w.buffer_host.target
+        await w.buffer_host.stop(0)
+        async with host_buffer(w.buffer, listen=target):
+            await w.buffer.script.arrived["WatchGroups"].wait()
+            w.buffer.script.arrived["WatchGroups"].clear()
+            await w.buffer.script.arrived["WatchGroups"].wait()
+            await w.buffer.tell(event(kind=Kind.GROUP_EVENT_KIND_ADDED, group_id="b", trajectories=1))
+            seen = await until(trainer, "groups_added", 2)
+        assert [list(e.groups_added.group_ids) for e in seen if e.HasField("groups_added")] == [["a"], ["b"]]
+
+
+async def test_a_controller_without_progress_is_not_asked_again() -> None:
+    """In control-plane mode there may be none; asking twice a second for ever would be noise."""
+    async with world() as w:
+        w.engine.script.failures["WatchProgress"] = [unimplemented("WatchProgress")]
+        await w.trainer()
+        await w.engine.script.arrived["WatchProgress"].wait()
+        await asyncio.sleep(0.7)
+        assert w.journal.count("WatchProgress") == 1
