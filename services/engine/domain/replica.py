@@ -259,8 +259,11 @@ class Replica:
     def applied(self, call: Call) -> None:
         """The engine confirmed a call."""
         match call:
-            case Sleep(level=2):
-                self._discard()
+            case Sleep(level=level):
+                if level == 2:
+                    self._discard()
+                if not self.update_id:
+                    self._released_kv = False
             case Pause(clear_cache=cleared):
                 self._cleared_pause = cleared
             case ResetCaches(caches=caches):
@@ -475,8 +478,8 @@ class Replica:
                 calls: tuple[Call, ...] = (Pause(PauseMode.KEEP),)
             else:
                 calls = self._quiesce(PauseMode.ABORT)
-            self._released_kv = kv_skip(self.spec) is None and KV_CACHE in self.state.resident_tags
-            if self._released_kv:
+            if kv_skip(self.spec) is None and KV_CACHE in self.state.resident_tags:
+                self._released_kv = True
                 calls = (*calls, *self._release().calls)
         else:
             calls = self._quiesce(PauseMode.ABORT)

@@ -305,6 +305,14 @@ class ReplicaMachine(RuleBasedStateMachine):
         if not self.dead:
             self.replica.answered(self.engine.state())
 
+    @precondition(lambda self: self.engine.tells and not self.dead and not self.replica.update_id)
+    @rule()
+    def change_weights_past_the_controller(self) -> None:
+        """What a trainer's own worker does to an engine."""
+        if WEIGHTS in self.engine.resident:
+            self.engine.written(self.engine.version + 1)
+            self.replica.observe(self.engine.state())
+
     @rule()
     def hang(self) -> None:
         self.replica.mark_unresponsive()
