@@ -23,11 +23,11 @@ class BufferService(HostedService):
         store = MemoryPayloadStore()
         self.desk = Desk(context.clock, store)
         self._context = context
-        self._servicer = ReplayBufferServicer(self.desk, context.draining, store, settings.max_message_bytes)
+        self.servicer = ReplayBufferServicer(self.desk, context.draining, store, settings.max_message_bytes)
 
     def register(self, server: grpc.aio.Server) -> None:
         """Add the servicer."""
-        buffer_pb2_grpc.add_ReplayBufferServicer_to_server(self._servicer, server)
+        buffer_pb2_grpc.add_ReplayBufferServicer_to_server(self.servicer, server)
 
     async def start(self) -> None:
         """Begin to end what ends by itself."""

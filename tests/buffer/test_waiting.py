@@ -12,6 +12,7 @@ import grpc
 import grpc.aio
 import pytest
 
+from services.buffer.service import BufferService
 from services.runtime.clock import ManualClock
 from services.runtime.errors import Code
 from services.runtime.statuses import from_rpc_error
@@ -194,6 +195,34 @@ async def test_a_batch_that_nobody_heard_of_goes_back(buffer: Buffer, caller: Ca
     assert told.ids == ["a"]
 
 
+class _NoDeadline:
+    """As much of a call's context as a wait looks at."""
+
+    def time_remaining(self) -> None:
+        return None
+
+
+@pytest.mark.parametrize("request_id", ["", "r"])
+async def test_a_call_cut_while_its_batch_is_on_the_way(buffer: Buffer, caller: Caller, request_id: str) -> None:
+    """Between the decision and the last message the caller may vanish: only a request_id lets it ask again."""
+    await caller.create()
+    await caller.open()
+    await caller.finish_new("a")
+    service = buffer.host.service
+    assert isinstance(service, BufferService)
+    request = pb.SampleRequest(**caller.place, epoch=1, step=0, batch=1, auto_commit=True, request_id=request_id)
+    stream: Any = service.servicer.Sample(request, _NoDeadline())  # type: ignore[arg-type]
+    kinds = [(await anext(stream)).WhichOneof("event") for _ in range(2)]
+    assert kinds == ["progress", "groups"]
+    await stream.aclose()
+    await buffer.until_parked(0)
+    depth = await caller.depth()
+    assert (depth.sampleable, depth.counts.sampled) == ((0, 1) if request_id else (1, 0))
+    told = await caller.sample(1, request_id=request_id, auto_commit=True)
+    assert told.ids == ["a"]
+    assert (await caller.ledger()).committed == 1
+
+
 async def test_a_sample_with_a_request_id_survives_a_broken_call(buffer: Buffer, caller: Caller) -> None:
     await caller.create()
     await caller.open()
@@ -206,6 +235,18 @@ async def test_a_sample_with_a_request_id_survives_a_broken_call(buffer: Buffer,
     error = await refused_stream(caller.sample_call(1, request_id="r"))
     assert (error.code, error.reason) == (Code.ALREADY_EXISTS, "ALREADY_COMMITTED")
     assert await caller.commit(error.metadata["lease_id"]) == ["a"]
+
+
+async def test_released_groups_come_back_with_their_place_by_age(caller: Caller) -> None:
+    await caller.create()
+    await caller.open()
+    await caller.finish_new("old", step=1)
+    await caller.finish_new("new", step=2)
+    told = await caller.sample(1, step=2)
+    release = pb.ReleaseSampleRequest(run_id="run", epoch=1, lease_id=told.done.lease_id)
+    for _ in range(2):
+        assert list((await caller.stub.ReleaseSample(release)).group_ids) == ["old"]
+    assert (await caller.sample(2, step=2)).ids == ["old", "new"]
 
 
 async def test_an_unmet_sample_is_tried_anew_under_its_request_id(caller: Caller) -> None:
