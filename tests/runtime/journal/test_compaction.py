@@ -11,6 +11,7 @@ import pytest
 from services.runtime.errors import Code, TurnoutError
 from services.runtime.journal import Durability, Journal
 from services.runtime.journal.mark import read_mark
+from services.runtime.journal.opening import Seams
 from services.runtime.journal.sqlite import WAL_BOUND
 from tests.runtime.journal.helpers import (
     KIB,
@@ -144,6 +145,36 @@ async def test_a_crash_at_any_moment_of_a_snapshot_keeps_the_state(memory_dir: P
         await journal.close()
     assert positions == {5, 10}
     assert len(images) > 15
+
+
+async def test_power_loss_at_any_moment_of_a_snapshot_leaves_an_older_state(memory_dir: Path) -> None:
+    """Under `os` it may take the whole WAL, and with it the new snapshot's name: the old one must still be there."""
+    faults = Faults()
+    live = memory_dir / "live"
+    journal = await opened(live, seams=faults.seams())
+    made = [record.payload for record in await fill(journal, 5)]
+    await journal.snapshot(5, chunked(made))
+    made += [record.payload for record in await fill(journal, 5)]
+    images: list[Path] = []
+
+    def power_loss(*_: object) -> None:
+        lost = image(live, memory_dir / f"lost-{len(images)}")
+        (lost / "journal.db-wal").unlink(missing_ok=True)
+        images.append(lost)
+
+    faults.before = faults.after = power_loss
+    await journal.snapshot(10, chunked(made))
+    faults.heal()
+    power_loss()
+    await journal.close()
+    positions = set()
+    for lost in images:
+        journal = await opened(lost, seams=Seams(boot_id=lambda: b"another boot    "))
+        assert await _state(journal) == made[: journal.position]
+        assert journal.position + journal.lost == 10
+        positions.add((journal.snapshot_position, journal.position))
+        await journal.close()
+    assert positions == {(5, 5), (10, 10)}
 
 
 async def test_a_cancelled_snapshot_leaves_no_trace(tmp_path: Path) -> None:
