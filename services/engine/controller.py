@@ -5,6 +5,7 @@ Invariant: whatever acts on the run first passes the fence.
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 
 from services.engine.backends.registry import Backends
@@ -94,6 +95,15 @@ class Controller:
         self.context.tasks.spawn(f"close {replica_id}", self._let_go(slot))
 
     async def _let_go(self, slot: Slot) -> None:
+        """Have the engine end its requests, which keeps their tokens, then send on those that it does not end."""
+        try:
+            async with asyncio.timeout(ABORT_TIMEOUT_S):
+                await slot.backend.abort([forward.engine_id for forward in slot.forwards])
+                await slot.emptied(ABORT_TIMEOUT_S)
+        except (TurnoutError, TimeoutError) as error:
+            _LOG.warning("requests of a removed replica lose tokens", replica_id=slot.replica_id, error=str(error))
+        for forward in list(slot.forwards):
+            forward.interrupt()
         await slot.emptied(ABORT_TIMEOUT_S)
         await slot.close()
 

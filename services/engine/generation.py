@@ -166,8 +166,7 @@ class Generations:
             aborts = [self._abort_on(slot, None) for slot in everywhere]
         else:
             aborts = [self._abort_on(slot, engine_ids) for slot, engine_ids in by_slot.items()]
-        await asyncio.gather(*aborts)
-        await self._all_ended(chosen)
+        await asyncio.gather(*aborts, self._all_ended(chosen))
         return len(chosen)
 
     def stop(self) -> None:
@@ -206,19 +205,21 @@ class Generations:
                 if slot is None:
                     yield Finish.ABORT
                     return
-                parked = slot.replica.route is not Route.SERVING
-                yield PlacedEvent(slot.replica_id, parked)
-                if parked:
+                if not slot.serves():
+                    yield PlacedEvent(slot.replica_id, True)
                     if not await self._wait_until_serving(live, slot):
                         continue
-                    yield PlacedEvent(slot.replica_id, False)
+                yield PlacedEvent(slot.replica_id, False)
+                if not slot.serves():
+                    # The route changed while the event was on its way.
+                    continue
                 before = len(live.generation.output)
                 async with aclosing(self._forward(live, slot)) as steps:
                     async for step in steps:
                         yield step
                         if isinstance(step, Finish):
                             return
-                if slot.replica.route is Route.SERVING and len(live.generation.output) == before:
+                if slot.serves() and len(live.generation.output) == before:
                     raise unavailable("ENGINE_ABORTED", f"{slot.replica_id} ended a request that nobody aborted")
             except TurnoutError as error:
                 fruitless = 0 if len(live.generation.output) > before else fruitless + 1

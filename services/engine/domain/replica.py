@@ -372,7 +372,8 @@ class Replica:
     def plan_pause(self, mode: PauseMode, clear_cache: bool) -> Plan:
         """Stop scheduling."""
         if not self.state.paused:
-            return Plan((Pause(mode, clear_cache),))
+            stop = Pause(mode, clear_cache)
+            return Plan((stop,) if mode is PauseMode.KEEP else (stop, Drain()))
         now = self.state.pause_mode
         if now is not None and now is not mode:
             raise self._refusal("PAUSED_IN_OTHER_MODE", f"it is paused in mode {now.value}", current=now.value)

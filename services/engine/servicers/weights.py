@@ -36,14 +36,13 @@ class WeightCalls(Calls):
         context: Context[pb.BeginWeightUpdateRequest, pb.BeginWeightUpdateResponse],
     ) -> pb.BeginWeightUpdateResponse:
         controller = self._command(request.run_id, optional_epoch(request))
-        slots = self._select(request.selector)
         kind = UPDATE_KINDS.read("kind", request.kind, default=UpdateKind.AWAKE)
         keep = KEEPS_IN_FLIGHT.read("in_flight", request.in_flight, default=False)
         timeout = self._timeout(optional_timeout(request))
 
         async def execute() -> pb.BeginWeightUpdateResponse:
             update, operation = await controller.updating.begin(
-                slots,
+                self._select(request.selector),
                 kind,
                 request.weight_version,
                 adapter=request.adapter,
