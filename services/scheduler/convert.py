@@ -25,7 +25,7 @@ from services.scheduler.domain.holdings import Gpu
 from services.scheduler.domain.lends import Lend
 from services.scheduler.domain.resume import Resume
 from services.scheduler.domain.run import Run
-from services.scheduler.peers import seconds
+from services.scheduler.links import seconds
 from services.scheduler.policies.config import SwitchConfig
 from services.scheduler.policies.errors import FieldError
 from services.scheduler.policies.types import Decision

@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 from services.runtime.clock import Clock
 from services.runtime.draining import Draining
 from services.runtime.errors import TurnoutError, failed_precondition
+from services.scheduler.buffer_peer import BufferPeer
 from services.scheduler.domain.calls import CallKey, Ending
 from services.scheduler.domain.holdings import Holdings
 from services.scheduler.domain.run import Moment, Run
+from services.scheduler.engine_peer import EnginePeer
 from services.scheduler.joins import Joins
-from services.scheduler.peers import BufferPeer, EnginePeer
 from services.scheduler.settings import SchedulerSettings
 
 

@@ -12,14 +12,16 @@ from dataclasses import dataclass
 
 from services.runtime.errors import Code, TurnoutError, aborted, failed_precondition, stale_epoch
 from services.scheduler import lending
+from services.scheduler.buffer_peer import BufferPeer
 from services.scheduler.checkpoints import Checkpoints, checkpoints_needed
 from services.scheduler.domain.config import PolicyFactory, RunConfig
 from services.scheduler.domain.events import LendKind
 from services.scheduler.domain.lends import Lend
 from services.scheduler.domain.resume import Resume, check_resume
 from services.scheduler.domain.run import Run
+from services.scheduler.engine_peer import EnginePeer
 from services.scheduler.hosted import HostedRun, Tools
-from services.scheduler.peers import BufferPeer, EnginePeer, Links
+from services.scheduler.links import Links
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,10 +17,10 @@ from services.scheduler.checkpoints import Checkpoints
 from services.scheduler.domain import config as configs
 from services.scheduler.domain.config import PolicyFactory, RunConfig
 from services.scheduler.hosted import HostedRun, Tools
+from services.scheduler.links import Links
 from services.scheduler.metrics import SchedulerMetrics
 from services.scheduler.observer import Observer
 from services.scheduler.opening import Opened, Opener, Opening
-from services.scheduler.peers import Links
 from services.scheduler.steps import Steps
 
 T = TypeVar("T")

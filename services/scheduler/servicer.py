@@ -30,8 +30,8 @@ from services.scheduler.convert_events import event_to_proto
 from services.scheduler.domain.calls import Call, CallKey
 from services.scheduler.domain.lends import Lend, lend_closed
 from services.scheduler.hosted import HostedRun, Tools
+from services.scheduler.links import seconds
 from services.scheduler.opening import Opened, Opening
-from services.scheduler.peers import seconds
 from services.scheduler.registry import Registry
 from services.scheduler.steps import BeganStep, CompletedLend, EndedStep, Prepared, Sampled
 from services.scheduler.waiting import Event
