@@ -13,14 +13,12 @@ import pytest
 
 from tests.client.fakes import Asked, FakeService, events, failing, fake, in_turn
 from turnout.buffer.v1 import buffer_pb2
-from turnout.client import ClientOptions, Keepalive, NotFound, RetryPolicy, StaleEpoch, Timeouts, duration, seconds
+from turnout.client import ClientOptions, NotFound, PartialFailure, RetryPolicy, StaleEpoch, Timeouts, duration, seconds
 from turnout.engine.v1 import engine_pb2
 from turnout.scheduler.v1 import events_pb2, scheduler_pb2
 from turnout.trainer import AsyncTrainerHooks, Moved, NotReached, TrainerHooks, TrainerSetup, WeightTarget, resume_from
 
-OPTIONS = ClientOptions(
-    timeouts=Timeouts(call=5, transition=5), retry=RetryPolicy(initial=0.01, maximum=0.02), keepalive=Keepalive()
-)
+OPTIONS = ClientOptions(timeouts=Timeouts(call=5, transition=5), retry=RetryPolicy(initial=0.01, maximum=0.02))
 LEND = scheduler_pb2.Lend(
     lend_id="lend-1",
     kind=events_pb2.LEND_KIND_STEP_END,
@@ -287,6 +285,17 @@ def test_a_callback_that_raises_aborts_the_update_and_abandons_the_lend(world: W
     assert abandoned.lend_id == "lend-1"
     assert abandoned.reason.startswith("RuntimeError: NCCL timed out")
     assert hooks.mode == events_pb2.MODE_TRAINER
+
+
+def test_standalone_replicas_that_fail_during_a_lend_abandon_it_and_raise(world: World) -> None:
+    """Without standalone replicas there is no generation to go on with; the trainer has to hear of it."""
+    lending(world, "EndStep")
+    world.engine.script["BeginWeightUpdate"] = failing(grpc.StatusCode.ABORTED, "PARTIAL", operation_id="op-1")
+    hooks = TrainerHooks.open(world.setup())
+    with pytest.raises(PartialFailure):
+        hooks.on_step_end(1)
+    hooks.close()
+    assert world.names()[-2:] == ["BeginWeightUpdate", "AbandonLend"]
 
 
 def test_a_callback_that_raises_without_a_lend_aborts_the_update(world: World) -> None:
