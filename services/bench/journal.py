@@ -151,8 +151,8 @@ async def _take_turns(callers: int, seconds: float) -> None:
     end = time.perf_counter() + seconds
 
     async def caller() -> None:
-        while time.perf_counter() < end:
-            await asyncio.sleep(0)  # noqa: ASYNC110 - taking turns is all it is for
+        while time.perf_counter() < end:  # noqa: ASYNC110 - taking turns is all it is for
+            await asyncio.sleep(0)
 
     await asyncio.gather(*(caller() for _ in range(callers)))
 

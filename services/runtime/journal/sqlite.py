@@ -332,7 +332,6 @@ class SqliteJournal:
         """Run something on the writer's thread, after all that was handed in."""
         if self._state is not JournalState.OPEN:
             raise self._refusal()
-        self._hand_over()
         return self._writer.call(run)
 
     async def _aside(self, run: Callable[[], R]) -> R:

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 
 from services.runtime.errors import TurnoutError
 from services.runtime.journal import Durability, Durable, Record
+from services.runtime.journal.meta import Connection, connect_sqlite
+from services.runtime.journal.opening import Seams
 from tests.runtime.journal.helpers import Faults, opened, options, records_of
 
 LEVELS = [Durability.FSYNC, Durability.OS]
@@ -73,6 +75,24 @@ async def test_a_record_is_in_the_file_when_its_promise_is_kept(tmp_path: Path, 
         assert reader.execute("SELECT first, count FROM batches").fetchall() == [(1, 1)]
     assert durable.done()
     assert durable.error() is None
+    await journal.close()
+
+
+@pytest.mark.parametrize(("level", "synchronous"), [(Durability.FSYNC, 2), (Durability.OS, 1)])
+async def test_every_connection_syncs_as_its_level_asks(tmp_path: Path, level: Durability, synchronous: int) -> None:
+    """The setting belongs to a connection, and SQLite's default differs between builds."""
+    connections: list[Connection] = []
+
+    def connect(path: Path, mode: str) -> Connection:
+        connections.append(connect_sqlite(path, mode))
+        return connections[-1]
+
+    journal = await opened(tmp_path, options(level), seams=Seams(connect=connect))
+    assert len(connections) > 3
+    for connection in connections[-3:]:
+        assert connection.execute("PRAGMA synchronous").fetchone() == (synchronous,)
+        assert connection.execute("PRAGMA wal_autocheckpoint").fetchone() == (0,)
+        assert connection.execute("PRAGMA journal_mode").fetchone() == ("wal",)
     await journal.close()
 
 

@@ -57,15 +57,17 @@ async def test_a_failed_commit_fails_all_that_came_after_it(tmp_path: Path) -> N
     faults = Faults()
     journal = await opened(tmp_path, seams=faults.seams())
     made = await fill(journal, 3)
-    go_on = threading.Event()
+    busy, go_on = threading.Event(), threading.Event()
 
     def fault(sql: str) -> None:
         if sql.startswith(INSERT):
+            busy.set()
             assert go_on.wait(20)
             raise sqlite_error(sqlite3.SQLITE_IOERR_WRITE)
 
     faults.before = fault
-    durables = []
+    durables = [journal.append("s", b"fails itself")]
+    await asyncio.to_thread(busy.wait, 20)
     for number in range(5):
         durables.append(journal.append("s", b"%d" % number))
         await asyncio.sleep(0)
