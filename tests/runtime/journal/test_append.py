@@ -13,10 +13,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from services.runtime.errors import TurnoutError
-from services.runtime.journal import Durability, Durable, Record
+from services.runtime.journal import Durability, Durable, JournalState, Record
 from services.runtime.journal.meta import Connection, connect_sqlite
 from services.runtime.journal.opening import Seams
-from tests.runtime.journal.helpers import Faults, opened, options, records_of
+from tests.runtime.journal.helpers import Faults, chunked, opened, options, records_of, snapshot_of
 
 LEVELS = [Durability.FSYNC, Durability.OS]
 CALLERS = st.lists(
@@ -250,7 +250,17 @@ async def test_durability_none_keeps_nothing(tmp_path: Path) -> None:
     assert durable.done()
     assert await durable == journal.durable_position == 1
     assert await records_of(journal) == []
+    await journal.snapshot(1, chunked([b"x"]))
+    assert (await snapshot_of(journal), journal.snapshot_position) == ([], 0)
+    assert await journal.tail() == journal.stats.records == 1
+    assert not await journal.take_ballast()
+    assert not await journal.give_back_ballast()
+    with pytest.raises(TurnoutError) as refused:
+        await journal.reopen()
+    assert refused.value.reason == "JOURNAL_NOT_FAILED"
+    assert journal.state is JournalState.OPEN
     await journal.close()
+    assert (await journal.failed()).error.reason == "JOURNAL_CLOSED"
     assert not (tmp_path / "none").exists()
     with pytest.raises(TurnoutError, match="closed"):
         journal.append("s", b"x")

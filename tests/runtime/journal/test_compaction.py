@@ -221,6 +221,19 @@ async def test_a_source_that_fails_is_not_a_snapshot(tmp_path: Path) -> None:
     await journal.close()
 
 
+async def test_a_chunk_too_large_to_read_back_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Written all the same, it would make the next start fail."""
+    monkeypatch.setattr("services.runtime.journal.snapshot.MAX_CHUNK_BYTES", 10)
+    journal = await opened(tmp_path)
+    await fill(journal, 1)
+    with pytest.raises(TurnoutError) as refused:
+        await journal.snapshot(1, chunked([bytes(11)]))
+    assert (refused.value.code, refused.value.metadata["value"]) == (Code.INVALID_ARGUMENT, "11")
+    assert snapshots_in(tmp_path) == []
+    await journal.snapshot(1, chunked([bytes(10)]))
+    await journal.close()
+
+
 @pytest.mark.parametrize("position", [0, 3, 6, -1])
 async def test_a_snapshot_of_nothing_new_or_of_the_future_is_refused(tmp_path: Path, position: int) -> None:
     """One position back would bring deleted records into question, one ahead would skip records to come."""
