@@ -10,10 +10,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from services.scheduler.policies.errors import EventOrderError
+from services.scheduler.policies.jit.guard import Guard
 from services.scheduler.policies.jit.hindsight import Hindsight
 from services.scheduler.policies.jit.inflight import Groups, InFlight
 from services.scheduler.policies.jit.lengths import Floats, LengthModel
-from services.scheduler.policies.jit.outlook import Outlook, Prospect, Setting
+from services.scheduler.policies.jit.outlook import Indices, Outlook, Prospect, Setting
 from services.scheduler.policies.jit.rhythm import Rhythm
 from services.scheduler.policies.jit.speed import SpeedModel
 from services.scheduler.policies.off import OffPolicy
@@ -26,6 +27,7 @@ from services.scheduler.policies.types import (
     GroupsAdded,
     LendDone,
     MiniBatchBegan,
+    MiniBatchEnded,
     Placement,
     Point,
     PolicyConfig,
@@ -73,6 +75,10 @@ class JitPolicy:
         self._speed = SpeedModel()
         self._rhythm = Rhythm(config.switch.switch_cost_window_size)
         self._hindsight = Hindsight()
+        self._guard = Guard()
+        self._awaits_prediction = False
+        self._ended_at = 0.0
+        self._mini_batch_at = 0.0
         self._hybrids = max(run.hybrid_gpus, 0)
         self._standalones = max(run.standalone_gpus, 1)
         self._depth: DepthObserved | None = None
@@ -86,6 +92,9 @@ class JitPolicy:
     # ------------------------------------------------------------------------------------------------- events
 
     def observe(self, event: Event) -> None:
+        if self._awaits_prediction and isinstance(event, SyncDone | LendDone | StepBegan):
+            self._awaits_prediction = False
+            self._predict_step()
         self._verl.observe(event)
         self._off.observe(event)
         self._rhythm.observe(event)
@@ -123,10 +132,18 @@ class JitPolicy:
                 self._mini_batches_done = 0
             case MiniBatchBegan():
                 self._mini_batches_done = event.mini_batch + 1
+                self._mini_batch_at = event.at
+            case MiniBatchEnded():
+                self._guard.trained(event.at - self._mini_batch_at)
             case StepEnded():
                 self._step, self._ended = None, event.step
+                self._ended_at = event.at
+                self._awaits_prediction = True
                 self._hindsight.step_ended()
+                self._guard.step_ended(event.at)
             case LendDone() | ReclaimDone() | SyncDone():
+                if isinstance(event, LendDone):
+                    self._guard.lent()
                 if isinstance(event, ReclaimDone):
                     self._predict_wait(event.at - event.cost_s)
                 lent = isinstance(event, LendDone)
@@ -198,8 +215,9 @@ class JitPolicy:
         outlook = forecast.outlook
         x0 = outlook.tokens_after(now - forecast.at, lent=True)
         left = self._config.run.parameter_sync_step - self._mini_batches_done
-        needed = outlook.needed(self._alive(forecast, missing_batch), depth.sampleable, left, x0)
-        best = outlook.lent(needed, 0.0, 0.0, x0)
+        alive = self._alive(forecast)
+        needed = outlook.needed(alive, depth.sampleable, left, x0)
+        best = outlook.flow.lent(needed, 0.0, 0.0, x0)
         numbers |= self._numbers(best, now)
         if best.reclaim_in_s < _SOONEST_S:
             reason = (
@@ -230,15 +248,12 @@ class JitPolicy:
                 reason=reason + ("tried." if lend else "not needed."),
                 numbers={"should_switch_to_rollout": float(lend), "sampleable_count": float(depth.sampleable)},
             )
-        forecast = self._forecast(run.train_batch_size)
-        outlook, setting = forecast.outlook, self._setting()
-        x0 = 0.0
-        needed = outlook.needed(self._alive(forecast, run.train_batch_size), depth.sampleable, run.parameter_sync_step, x0)
-        alone, lent, placement = self._options(forecast, needed, self._rhythm.sync_s)
-        numbers = {"sampleable_count": float(depth.sampleable), "token_value_us": setting.token_value_s * 1e6}
-        gain = alone.cost_s - lent.cost_s
+        alone, lent, placement = self._step_options(depth)
+        numbers = {"sampleable_count": float(depth.sampleable)}
+        gain = alone.cost_s - lent.foreseen_s + self._guard.correction_s + MIX
         numbers |= {
             "gain_seconds": gain,
+            "gain_correction_seconds": self._guard.correction_s,
             "wait_alone_seconds": alone.wait_s,
             "wait_lent_seconds": lent.wait_s,
             "lend_for_seconds": lent.reclaim_in_s,
@@ -275,10 +290,10 @@ class JitPolicy:
         outlook = forecast.outlook
         x0 = outlook.tokens_after(now - forecast.at, lent=False)
         left = run.parameter_sync_step - self._mini_batches_done
-        needed = outlook.needed(self._alive(forecast, 0), self._sampleable, left, x0)
-        alone = outlook.alone(needed, 0.0, 0.0, x0)
+        needed = outlook.needed(self._alive(forecast), self._sampleable, left, x0)
+        alone = outlook.flow.alone(needed, 0.0, 0.0, x0)
         _, lent, placement = self._options(forecast, needed, 0.0, x0)
-        gain = alone.cost_s - lent.cost_s
+        gain = alone.cost_s - lent.foreseen_s + self._guard.correction_s + MIX
         numbers = {"gain_seconds": gain, "wait_alone_seconds": alone.wait_s, "wait_lent_seconds": lent.wait_s}
         lend = gain > 0
         return Decision(
@@ -299,7 +314,7 @@ class JitPolicy:
         outlook, setting, flight = forecast.outlook, self._setting(), forecast.flight
         tokens = flight.snapshot.tokens
         prefix = float(tokens.sum())
-        alone = outlook.alone(needed, sync_s, sync_s + prefix / (setting.prefill * setting.standalones), x0)
+        alone = outlook.flow.alone(needed, sync_s, sync_s + prefix / (setting.prefill * setting.standalones), x0)
         # Longest prefixes stay, so that a reclaim moves few tokens; the next batch fills the hybrids.
         everything = outlook.members
         share = everything * setting.standalones // (setting.standalones + setting.hybrids)
@@ -308,14 +323,14 @@ class JitPolicy:
         stay[order[:share]] = True
         on_standalone = float(tokens[order[:share]].sum())
         on_hybrid = prefix - on_standalone
-        outlook.placed(stay)
+        flow = outlook.placed(~stay)
         stall_standalone = on_standalone / (setting.prefill * setting.standalones)
         stall_hybrid = on_hybrid / (setting.prefill * max(setting.hybrids, 1))
         serving = sync_s + setting.lend_s
         # While the hybrids load weights, the standalone share decodes on.
         ahead = max(setting.lend_s - stall_standalone, 0.0) * setting.standalones
         head_start = outlook.tokens_after(ahead / (setting.standalones + setting.hybrids), lent=True)
-        lent = outlook.lent(needed, serving, serving + stall_hybrid, x0 + head_start)
+        lent = flow.lent(needed, serving, serving + stall_hybrid, x0 + head_start)
         keys = flight.keys
         runs = flight.running
         placement = Placement(
@@ -323,6 +338,23 @@ class JitPolicy:
             standalone=tuple(keys[i] for i in order[:share] if runs[i]),
         )
         return alone, lent, placement
+
+    def _step_options(self, depth: DepthObserved) -> tuple[Prospect, Prospect, Placement]:
+        """The next step without and with a lend, when one has just ended."""
+        run = self._config.run
+        forecast = self._forecast(run.train_batch_size)
+        needed = forecast.outlook.needed(self._alive(forecast), depth.sampleable, run.parameter_sync_step, 0.0)
+        return self._options(forecast, needed, self._rhythm.sync_s)
+
+    def _predict_step(self) -> None:
+        """Remember what is expected of the next step, to learn from it when it ends."""
+        depth = self._depth
+        known = self._lengths.ready and self._groups.read_at is not None
+        if depth is None or self._ended is None or depth.step != self._ended + 1 or not known:
+            return
+        alone, lent, _ = self._step_options(depth)
+        train_s = self._config.run.parameter_sync_step * (self._rhythm.mini_batch_s or 0.0)
+        self._guard.predicted(self._ended_at, alone.cost_s, lent.foreseen_s, train_s)
 
     def _predict_wait(self, reclaimed_at: float) -> None:
         """Remember what the step is expected to wait after a reclaim, to learn from it when the step ends."""
@@ -333,12 +365,11 @@ class JitPolicy:
         outlook = forecast.outlook
         x0 = outlook.tokens_after(max(reclaimed_at - forecast.at, 0.0), lent=True)
         left = run.parameter_sync_step - self._mini_batches_done
-        needed = outlook.needed(self._alive(forecast, 0), self._sampleable, left, x0)
-        self._hindsight.predicted(outlook.lent(needed, 0.0, 0.0, x0, longest=0.0).wait_s, left * outlook.mini_batch_s)
+        needed = outlook.needed(self._alive(forecast), self._sampleable, left, x0)
+        self._hindsight.predicted(outlook.flow.lent(needed, 0.0, 0.0, x0, longest=0.0).wait_s, left * outlook.setting.mini_batch_s)
 
-    def _alive(self, forecast: _Forecast, fresh: int) -> np.ndarray:  # type: ignore[type-arg]
+    def _alive(self, forecast: _Forecast) -> Indices:
         """Which groups of the forecast are still in flight: the fresh ones are its last."""
-        del fresh
         names = forecast.flight.names
         known = [index for index, name in enumerate(names) if self._groups.has(name)]
         total = forecast.outlook.completion.shape[0]
@@ -377,28 +408,12 @@ class JitPolicy:
             prefill=self._speed.prefill,
             lend_s=rhythm.lend_s,
             reclaim_s=rhythm.reclaim_s,
+            sync_s=rhythm.sync_s,
+            mini_batches=run.parameter_sync_step,
             mini_batch=run.mini_batch_size,
             mini_batch_s=rhythm.mini_batch_s or 0.0,
-            token_value_s=self._token_value_s(base, slope),
             stretch=self._hindsight.stretch,
         )
-
-    def _token_value_s(self, base: float, slope: float) -> float:
-        """Seconds that one token decoded now saves the trainer in later steps.
-
-        While generation is the bottleneck, later steps lend too, and need less of it; nothing where training is.
-        """
-        run = self._config.run
-        batch = run.train_batch_size * run.group_size
-        replicas = self._hybrids + self._standalones
-        running = max(batch / replicas, 1.0)
-        lent = (base + slope * running) / (running * replicas)
-        demand = batch * self._lengths.mean_length
-        alone = max(1.25 * batch / self._standalones, 1.0)
-        train_s = run.parameter_sync_step * (self._rhythm.mini_batch_s or 0.0)
-        supply = train_s * self._standalones * alone / (base + slope * alone)
-        short = (demand - supply) / max(demand, 1.0)
-        return PHI * lent * min(max(short / 0.1, 0.0), 1.0)
 
     def _numbers(self, prospect: Prospect, now: float) -> dict[str, float]:
         base, slope = self._speed.line
@@ -418,4 +433,6 @@ class JitPolicy:
         return self._depth
 
 
-PHI = 0.0
+
+
+MIX = 0.0
