@@ -19,8 +19,10 @@ Floats = npt.NDArray[np.float64]
 # Three batches of the published setting: enough for 30 levels, few enough to follow a run that changes.
 WINDOW = 192
 LEVELS = 24
-# Fewer finished groups say more about which prompts are short than about how long responses are.
-ENOUGH = 48
+# Fewer finished groups say more about which prompts are short than about how long responses are; two batches of a small
+# run are as good.
+_ENOUGH = 48
+_ENOUGH_BATCHES = 2
 # Levels above everything seen, in log-length: a run whose responses become longer is noticed before it finishes any.
 _ABOVE = np.array([0.25, 0.5, 0.8, 1.2])
 _ABOVE_SHARE = 0.01
@@ -55,8 +57,9 @@ class Snapshot:
 class LengthModel:
     """Learns from `finished`, then draws what is left of a snapshot."""
 
-    def __init__(self, cap: int | None) -> None:
+    def __init__(self, cap: int | None, batch: int) -> None:
         self._cap = float(cap) if cap is not None else np.inf
+        self._enough = min(_ENOUGH, _ENOUGH_BATCHES * batch)
         self._logs: deque[Floats] = deque(maxlen=WINDOW)
         self._stale = True
         self._levels: Floats = np.zeros(0)
@@ -73,7 +76,7 @@ class LengthModel:
     @property
     def ready(self) -> bool:
         """Whether there is enough to predict with."""
-        return len(self._logs) >= ENOUGH
+        return len(self._logs) >= self._enough
 
     @property
     def mean_length(self) -> float:

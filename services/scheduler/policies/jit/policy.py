@@ -71,11 +71,12 @@ class JitPolicy:
         self._verl = VerlPolicy(config)
         run = config.run
         self._groups = Groups(run.group_size)
-        self._lengths = LengthModel(run.max_response_length)
+        self._lengths = LengthModel(run.max_response_length, run.train_batch_size)
         self._speed = SpeedModel()
         self._rhythm = Rhythm(config.switch.switch_cost_window_size)
         self._hindsight = Hindsight()
         self._guard = Guard()
+        self._moved_tokens = 0.0
         self._awaits_prediction = False
         self._ended_at = 0.0
         self._mini_batch_at = 0.0
@@ -106,7 +107,7 @@ class JitPolicy:
                 self._changes += 1
             case TopologyChanged():
                 self._hybrids, self._standalones = event.hybrid_replicas, max(event.standalone_replicas, 1)
-                self._speed.moved(event.at)
+                self._speed.moved(event.at, 0.0)
                 self._changes += 1
             case GroupsAdded():
                 self._groups.added(event)
@@ -146,9 +147,10 @@ class JitPolicy:
                     self._guard.lent()
                 if isinstance(event, ReclaimDone):
                     self._predict_wait(event.at - event.cost_s)
-                lent = isinstance(event, LendDone)
-                replicas = self._standalones + (self._hybrids if lent else 0)
-                self._speed.moved(event.at + 1.2 * self._groups.tokens / (self._speed.prefill * replicas))
+                replicas = self._standalones + (self._hybrids if isinstance(event, LendDone) else 0)
+                self._speed.moved(event.at, self._groups.tokens / replicas)
+                if isinstance(event, ReclaimDone):
+                    self._speed.prefilling(event.at - event.cost_s, self._moved_tokens, self._standalones)
                 self._changes += 1
 
     # ---------------------------------------------------------------------------------------------- decisions
@@ -250,7 +252,7 @@ class JitPolicy:
             )
         alone, lent, placement = self._step_options(depth)
         numbers = {"sampleable_count": float(depth.sampleable)}
-        gain = alone.cost_s - lent.foreseen_s + self._guard.correction_s + MIX
+        gain = alone.cost_s - lent.foreseen_s + self._guard.correction_s
         numbers |= {
             "gain_seconds": gain,
             "gain_correction_seconds": self._guard.correction_s,
@@ -293,7 +295,7 @@ class JitPolicy:
         needed = outlook.needed(self._alive(forecast), self._sampleable, left, x0)
         alone = outlook.flow.alone(needed, 0.0, 0.0, x0)
         _, lent, placement = self._options(forecast, needed, 0.0, x0)
-        gain = alone.cost_s - lent.foreseen_s + self._guard.correction_s + MIX
+        gain = alone.cost_s - lent.foreseen_s + self._guard.correction_s
         numbers = {"gain_seconds": gain, "wait_alone_seconds": alone.wait_s, "wait_lent_seconds": lent.wait_s}
         lend = gain > 0
         return Decision(
@@ -358,12 +360,14 @@ class JitPolicy:
 
     def _predict_wait(self, reclaimed_at: float) -> None:
         """Remember what the step is expected to wait after a reclaim, to learn from it when the step ends."""
+        self._moved_tokens = 0.0
         if self._step is None or not self._lengths.ready or self._groups.read_at is None or not len(self._groups):
             return
         run = self._config.run
         forecast = self._forecast(0)
         outlook = forecast.outlook
         x0 = outlook.tokens_after(max(reclaimed_at - forecast.at, 0.0), lent=True)
+        self._moved_tokens = outlook.flow.moved_at(x0)
         left = run.parameter_sync_step - self._mini_batches_done
         needed = outlook.needed(self._alive(forecast), self._sampleable, left, x0)
         self._hindsight.predicted(outlook.flow.lent(needed, 0.0, 0.0, x0, longest=0.0).wait_s, left * outlook.setting.mini_batch_s)
@@ -434,5 +438,3 @@ class JitPolicy:
 
 
 
-
-MIX = 0.0

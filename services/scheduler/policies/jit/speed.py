@@ -7,9 +7,9 @@ Invariants: s(b) is positive and does not fall with b; a window in which GPUs or
 decoding.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from services.scheduler.policies.types import ReplicaCounters
+from services.scheduler.policies.types import Pool, ReplicaCounters
 
 # Shorter windows count too few tokens to say anything.
 _WINDOW_S = 10.0
@@ -22,6 +22,12 @@ _BASE_S, _SLOPE_S = 0.01, 0.00008
 # How many windows the first guess of the shape counts for.
 _GUESS_WINDOWS = 1.0
 _GUESS_PREFILL = 60_000.0
+# While the rate is only guessed, windows after a move are distrusted for as long as the slowest engine would prefill.
+_SLOWEST_PREFILL = 10_000.0
+_PATIENCE = 1.2
+_PREFILL_KEEP = 0.6
+# Shorter stalls drown in the spacing of the readings.
+_VISIBLE_S = 1.5
 
 
 @dataclass(slots=True)
@@ -29,6 +35,15 @@ class _Reading:
     at: float
     decoded: int
     running: int
+
+
+@dataclass(slots=True)
+class _Stall:
+    since: float
+    tokens: float
+    replicas: int
+    first: dict[str, ReplicaCounters] = field(default_factory=dict)
+    missing: dict[str, float] = field(default_factory=dict)
 
 
 class SpeedModel:
@@ -41,6 +56,8 @@ class SpeedModel:
         self._scale = 1.0
         self._base, self._slope = _BASE_S, _SLOPE_S
         self._prefill: dict[str, float] = {}
+        self._learned: float | None = None
+        self._stall: _Stall | None = None
 
     @property
     def measured(self) -> bool:
@@ -50,7 +67,9 @@ class SpeedModel:
     @property
     def prefill(self) -> float:
         """Prefill tokens per second of one replica."""
-        return sum(self._prefill.values()) / len(self._prefill) if self._prefill else _GUESS_PREFILL
+        if self._prefill:
+            return sum(self._prefill.values()) / len(self._prefill)
+        return _GUESS_PREFILL if self._learned is None else self._learned
 
     @property
     def line(self) -> tuple[float, float]:
@@ -62,15 +81,24 @@ class SpeedModel:
         base, slope = self.line
         return base + slope * running
 
-    def moved(self, until: float) -> None:
-        """GPUs, weights or requests move until then."""
-        self._quiet_from = max(self._quiet_from, until)
+    def moved(self, at: float, tokens: float) -> None:
+        """GPUs, weights or requests moved at `at`; a replica has about `tokens` to prefill again."""
+        rate = self.prefill if self._prefill or self._learned is not None else _SLOWEST_PREFILL
+        self._quiet_from = max(self._quiet_from, at + _PATIENCE * tokens / rate)
         self._last.clear()
+        self._stall = None
+
+    def prefilling(self, since: float, tokens: float, replicas: int) -> None:
+        """From `since` on `replicas` standalone ones prefill `tokens` together; call it after `moved`."""
+        if tokens > 0 and self.measured:
+            self._stall = _Stall(since, tokens, replicas)
 
     def counters(self, event: ReplicaCounters) -> None:
         """A reading of one replica."""
         if event.prefill_tokens_per_s is not None and event.prefill_tokens_per_s > 0:
             self._prefill[event.replica] = event.prefill_tokens_per_s
+        elif self._stall is not None and event.pool is Pool.STANDALONE:
+            self._watch_stall(self._stall, event)
         last = self._last.get(event.replica)
         if event.at < self._quiet_from:
             return
@@ -84,6 +112,25 @@ class SpeedModel:
         running, tokens = (last.running + event.running_requests) / 2, event.decoded_tokens - last.decoded
         if running >= 1 and tokens > 0 and abs(last.running - event.running_requests) <= 0.3 * running:
             self._learn(running, took * running / tokens)
+
+    def _watch_stall(self, stall: _Stall, event: ReplicaCounters) -> None:
+        """Time in which a replica decoded nothing after a reclaim is time in which it prefilled."""
+        first = stall.first.setdefault(event.replica, event)
+        if event.at < self._quiet_from or first is event or event.running_requests < 1:
+            return
+        running = (first.running_requests + event.running_requests) / 2
+        decoding = (event.decoded_tokens - first.decoded_tokens) * self.token_s(running) / max(running, 1.0)
+        # What passed before the first reading was prefill as well, if there was any to see.
+        missing = event.at - first.at - decoding
+        stall.missing[event.replica] = missing + (first.at - stall.since if missing > _VISIBLE_S else 0.0)
+        if len(stall.missing) < stall.replicas:
+            return
+        self._stall = None
+        total = sum(stall.missing.values())
+        if total > 2 * _VISIBLE_S * stall.replicas:
+            seen = min(max(stall.tokens / total, _SLOWEST_PREFILL / 10), 10 * _GUESS_PREFILL)
+            known = self._learned
+            self._learned = seen if known is None else known**_PREFILL_KEEP * seen ** (1 - _PREFILL_KEEP)
 
     def _learn(self, running: float, token_s: float) -> None:
         expected = self._base + self._slope * running
