@@ -70,10 +70,6 @@ class Flow:
         self.all_t = _times(x, running, setting.hybrids + setting.standalones, setting)
         self.alone_t = _times(x, running, setting.standalones, setting)
 
-    def moved_at(self, x: float) -> float:
-        """Tokens that a reclaim at x has to prefill again."""
-        return float(np.interp(x, self.x, self.moved))
-
     def alone(self, needed: Floats, start_s: float, decode_s: float, x0: float = 0.0) -> Prospect:
         """Nothing is lent: the trainer can start at `start_s`, standalone replicas decode from `decode_s`, at x0."""
         before = np.interp(x0, self.x, self.alone_t)

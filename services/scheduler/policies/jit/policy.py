@@ -76,7 +76,6 @@ class JitPolicy:
         self._rhythm = Rhythm(config.switch.switch_cost_window_size)
         self._hindsight = Hindsight()
         self._guard = Guard()
-        self._moved_tokens = 0.0
         self._awaits_prediction = False
         self._ended_at = 0.0
         self._mini_batch_at = 0.0
@@ -150,7 +149,7 @@ class JitPolicy:
                 replicas = self._standalones + (self._hybrids if isinstance(event, LendDone) else 0)
                 self._speed.moved(event.at, self._groups.tokens / replicas)
                 if isinstance(event, ReclaimDone):
-                    self._speed.prefilling(event.at - event.cost_s, self._moved_tokens, self._standalones)
+                    self._speed.prefilling(event.at - event.cost_s, self._groups.hybrid_tokens, self._standalones)
                 self._changes += 1
 
     # ---------------------------------------------------------------------------------------------- decisions
@@ -360,14 +359,12 @@ class JitPolicy:
 
     def _predict_wait(self, reclaimed_at: float) -> None:
         """Remember what the step is expected to wait after a reclaim, to learn from it when the step ends."""
-        self._moved_tokens = 0.0
         if self._step is None or not self._lengths.ready or self._groups.read_at is None or not len(self._groups):
             return
         run = self._config.run
         forecast = self._forecast(0)
         outlook = forecast.outlook
         x0 = outlook.tokens_after(max(reclaimed_at - forecast.at, 0.0), lent=True)
-        self._moved_tokens = outlook.flow.moved_at(x0)
         left = run.parameter_sync_step - self._mini_batches_done
         needed = outlook.needed(self._alive(forecast), self._sampleable, left, x0)
         self._hindsight.predicted(outlook.flow.lent(needed, 0.0, 0.0, x0, longest=0.0).wait_s, left * outlook.setting.mini_batch_s)

@@ -22,10 +22,14 @@ _BASE_S, _SLOPE_S = 0.01, 0.00008
 # How many windows the first guess of the shape counts for.
 _GUESS_WINDOWS = 1.0
 _GUESS_PREFILL = 60_000.0
-# While the rate is only guessed, windows after a move are distrusted for as long as the slowest engine would prefill.
-_SLOWEST_PREFILL = 10_000.0
+# No engine is slower or faster.
+_SLOWEST_PREFILL, _FASTEST_PREFILL = 1_000.0, 1_000_000.0
 _PATIENCE = 1.2
 _PREFILL_KEEP = 0.6
+# A replica whose decoding explains this share of a window has done with prefill.
+_BACK = 0.9
+# So long after a move a slow window is not believed where prefill is not reported.
+_DISTRUST_S = 60.0
 # Shorter stalls drown in the spacing of the readings.
 _VISIBLE_S = 1.5
 
@@ -43,6 +47,7 @@ class _Stall:
     tokens: float
     replicas: int
     first: dict[str, ReplicaCounters] = field(default_factory=dict)
+    last: dict[str, ReplicaCounters] = field(default_factory=dict)
     missing: dict[str, float] = field(default_factory=dict)
 
 
@@ -53,6 +58,7 @@ class SpeedModel:
         self._last: dict[str, _Reading] = {}
         self._sums: tuple[float, ...] = (0.0,) * 5
         self._quiet_from = 0.0
+        self._moved_at = 0.0
         self._scale = 1.0
         self._base, self._slope = _BASE_S, _SLOPE_S
         self._prefill: dict[str, float] = {}
@@ -83,8 +89,8 @@ class SpeedModel:
 
     def moved(self, at: float, tokens: float) -> None:
         """GPUs, weights or requests moved at `at`; a replica has about `tokens` to prefill again."""
-        rate = self.prefill if self._prefill or self._learned is not None else _SLOWEST_PREFILL
-        self._quiet_from = max(self._quiet_from, at + _PATIENCE * tokens / rate)
+        self._quiet_from = max(self._quiet_from, at + _PATIENCE * tokens / self.prefill)
+        self._moved_at = at
         self._last.clear()
         self._stall = None
 
@@ -110,27 +116,43 @@ class SpeedModel:
             return
         self._last[event.replica] = _Reading(event.at, event.decoded_tokens, event.running_requests)
         running, tokens = (last.running + event.running_requests) / 2, event.decoded_tokens - last.decoded
+        if self._looks_stalled(event.at, took, tokens, running):
+            return
         if running >= 1 and tokens > 0 and abs(last.running - event.running_requests) <= 0.3 * running:
             self._learn(running, took * running / tokens)
 
     def _watch_stall(self, stall: _Stall, event: ReplicaCounters) -> None:
         """Time in which a replica decoded nothing after a reclaim is time in which it prefilled."""
         first = stall.first.setdefault(event.replica, event)
-        if event.at < self._quiet_from or first is event or event.running_requests < 1:
+        last = stall.last.get(event.replica, first)
+        stall.last[event.replica] = event
+        if first is event or event.replica in stall.missing or event.running_requests < 1:
             return
-        running = (first.running_requests + event.running_requests) / 2
-        decoding = (event.decoded_tokens - first.decoded_tokens) * self.token_s(running) / max(running, 1.0)
+        if self._decoding(last, event) < _BACK * (event.at - last.at):
+            return
+        missing = event.at - first.at - self._decoding(first, event)
         # What passed before the first reading was prefill as well, if there was any to see.
-        missing = event.at - first.at - decoding
         stall.missing[event.replica] = missing + (first.at - stall.since if missing > _VISIBLE_S else 0.0)
         if len(stall.missing) < stall.replicas:
             return
         self._stall = None
         total = sum(stall.missing.values())
         if total > 2 * _VISIBLE_S * stall.replicas:
-            seen = min(max(stall.tokens / total, _SLOWEST_PREFILL / 10), 10 * _GUESS_PREFILL)
+            seen = min(max(stall.tokens / total, _SLOWEST_PREFILL), _FASTEST_PREFILL)
             known = self._learned
             self._learned = seen if known is None else known**_PREFILL_KEEP * seen ** (1 - _PREFILL_KEEP)
+
+    def _looks_stalled(self, at: float, took: float, tokens: int, running: float) -> bool:
+        """Whether a slow window soon after a move is more likely prefill than slow decoding; unknown if none is reported."""
+        prefilling = self._stall is not None or at < self._moved_at + _DISTRUST_S
+        if self._prefill or not self.measured or not prefilling:
+            return False
+        return tokens * self.token_s(running) < _BACK * took * running
+
+    def _decoding(self, first: ReplicaCounters, last: ReplicaCounters) -> float:
+        """Seconds between two readings that decoding explains."""
+        running = max((first.running_requests + last.running_requests) / 2, 1.0)
+        return (last.decoded_tokens - first.decoded_tokens) * self.token_s(running) / running
 
     def _learn(self, running: float, token_s: float) -> None:
         expected = self._base + self._slope * running
