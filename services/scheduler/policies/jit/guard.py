@@ -1,7 +1,7 @@
 """Predicted against realised steps: what a lend's predicted gain is worth.
 
-A step is predicted twice when the one before it ends, without and with a lend; one of the two comes true. The mean error
-of either kind corrects the next predictions, so a policy whose lends cost more than it believes stops lending.
+A step is predicted twice when the one before it ends, without and with a lend; one of the two comes true. The mean
+error of either kind corrects the next predictions, so a policy whose lends cost more than it believes stops lending.
 
 Invariants: a kind that never came true is not corrected; one step moves a correction by a stated share at most; a
 correction that is not confirmed fades, so that a lend is tried again one day.

@@ -92,7 +92,7 @@ class LengthModel:
             self._stale = True
 
     def draw(self, snapshot: Snapshot, fresh: int, size: int, scenarios: int) -> tuple[Floats, Floats]:
-        """Tokens still to come, by unsettled member and scenario: for the snapshot, then for `fresh` groups of `size`."""
+        """Tokens still to come, by unsettled member and scenario: of the snapshot, and of `fresh` groups of `size`."""
         self._fit()
         log_tokens = np.log(np.maximum(snapshot.tokens, 1.0))
         weights, prior = self._weights(snapshot, log_tokens)
@@ -103,7 +103,9 @@ class LengthModel:
         left = self._length(level, known * by_member) - snapshot.tokens[:, None]
         new_group = _uniforms(np.arange(fresh), scenarios)
         new_level = self._levels[np.searchsorted(np.cumsum(prior)[:-1], new_group)]
-        new = self._length(np.repeat(new_level, size, axis=0), _uniforms(np.arange(fresh, fresh * (size + 1)), scenarios))
+        new = self._length(
+            np.repeat(new_level, size, axis=0), _uniforms(np.arange(fresh, fresh * (size + 1)), scenarios)
+        )
         return np.maximum(left, 1.0), new
 
     # ------------------------------------------------------------------------------------------------ details
@@ -146,11 +148,11 @@ class LengthModel:
 
     def _survive(self, z: Floats) -> Floats:
         index = ((z - _Z[0]) * (1 / (_Z[1] - _Z[0]))).astype(np.int64)
-        return self._survival[np.clip(index, 0, len(_Z) - 1)]
+        return np.asarray(self._survival[np.clip(index, 0, len(_Z) - 1)])
 
     def _length(self, level: Floats, survival: Floats) -> Floats:
         z = np.interp(survival, self._survival[::-1], _Z[::-1])
-        return np.minimum(np.exp(level + self._sigma * z), self._cap)
+        return np.asarray(np.minimum(np.exp(level + self._sigma * z), self._cap))
 
 
 def _normal_survival(z: Floats) -> Floats:
@@ -158,7 +160,7 @@ def _normal_survival(z: Floats) -> Floats:
     t = 1 / (1 + 0.2316419 * np.abs(z))
     poly = t * (0.319381530 + t * (-0.356563782 + t * (1.781477937 + t * (-1.821255978 + t * 1.330274429))))
     upper = np.exp(-(z**2) / 2) / np.sqrt(2 * np.pi) * poly
-    return np.where(z >= 0, upper, 1 - upper)
+    return np.asarray(np.where(z >= 0, upper, 1 - upper))
 
 
 @lru_cache(maxsize=4)

@@ -1,8 +1,8 @@
 """What the rest of a step costs, by when the GPUs come back.
 
 All requests in flight decode at one common speed, so "x more tokens each" is the axis on which groups complete; a flow
-maps it to time, once for all replicas and once for the standalone ones. Completions are drawn as scenarios, and the waits
-of the remaining mini-batches are walked in each.
+maps it to time, once for all replicas and once for the standalone ones. Completions are drawn as scenarios, and the
+waits of the remaining mini-batches are walked in each.
 
 Invariants: times are seconds from now; the curves rise; nothing here is remembered between two outlooks.
 """
@@ -27,11 +27,10 @@ _BEYOND = 1.25
 _OVERDUE = 30.0
 
 
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
     """What is known of engines and trainer. base, slope: seconds per token and request. prefill: tokens per second of a
-    replica. lend_s, reclaim_s, sync_s: costs. mini_batch_s: training of one. stretch: how much longer than modelled
+    replica. lend_s, reclaim_s: costs. mini_batch_s: training of one. stretch: how much longer than modelled
     arrivals take after a reclaim."""
 
     hybrids: int
@@ -41,9 +40,7 @@ class Setting:
     prefill: float
     lend_s: float
     reclaim_s: float
-    sync_s: float
     mini_batch: int
-    mini_batches: int
     mini_batch_s: float
     stretch: float
 
@@ -53,15 +50,15 @@ class Prospect:
     """An option in seconds: the time until the step ends, the wait within the step, for a lend when to take the GPUs
     back, and the time until the step ends if the best moment were known in advance."""
 
-    cost_s: float
+    end_s: float
     wait_s: float
     reclaim_in_s: float = 0.0
     foreseen_s: float = 0.0
 
 
 class Flow:
-    """Requests decoding from x = 0 on. running: how many still run at every x; moved: tokens that a reclaim there has to
-    prefill again."""
+    """Requests decoding from x = 0 on. running: how many still run at every x; moved: tokens that a reclaim there has
+    to prefill again."""
 
     def __init__(self, x: Floats, running: Floats, moved: Floats, setting: Setting) -> None:
         self.x = x
@@ -79,8 +76,8 @@ class Flow:
         return self._best(end, start, needed.shape[1], np.zeros(1))
 
     def lent(self, needed: Floats, serving_s: float, decode_s: float, x0: float, longest: float = inf) -> Prospect:
-        """All replicas serve from `serving_s` and decode from `decode_s`, at x0; then the best moment to reclaim, at most
-        `longest` seconds later."""
+        """All replicas serve from `serving_s` and decode from `decode_s`, at x0; then the best moment to reclaim, at
+        most `longest` seconds later."""
         setting = self.setting
         before = np.interp(x0, self.x, self.all_t)
         covered = decode_s + np.interp(needed.mean(axis=0)[-1], self.x, self.all_t) - before
@@ -137,7 +134,9 @@ class Outlook:
 
     def placed(self, hybrid: Flags) -> Flow:
         """The flow if members are on hybrid replicas where that is true."""
-        moved = self._still(hybrid * self._prefix, self._bins) + self._still(hybrid.astype(np.float64), self._bins) * self.x
+        moved = (
+            self._still(hybrid * self._prefix, self._bins) + self._still(hybrid.astype(np.float64), self._bins) * self.x
+        )
         return Flow(self.x, self._running, moved, self.setting)
 
     def tokens_after(self, seconds: float, *, lent: bool) -> float:

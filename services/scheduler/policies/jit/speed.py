@@ -17,7 +17,7 @@ _WINDOW_S = 10.0
 _SHAPE_KEEP = 0.997
 # Share of the old scale that is left after one window of a pool.
 _SCALE_KEEP = 0.6
-# Before any window: a decode step of 30 B active-weight models on 4 GPUs; only its shape lasts once speeds are measured.
+# Before any window: a large model on 4 GPUs; only the shape of this lasts, until other shapes are measured.
 _BASE_S, _SLOPE_S = 0.01, 0.00008
 # How many windows the first guess of the shape counts for.
 _GUESS_WINDOWS = 1.0
@@ -143,7 +143,7 @@ class SpeedModel:
             self._learned = seen if known is None else known**_PREFILL_KEEP * seen ** (1 - _PREFILL_KEEP)
 
     def _looks_stalled(self, at: float, took: float, tokens: int, running: float) -> bool:
-        """Whether a slow window soon after a move is more likely prefill than slow decoding; unknown if none is reported."""
+        """Whether a slow window soon after a move is rather prefill than slow decoding, where no rate is reported."""
         prefilling = self._stall is not None or at < self._moved_at + _DISTRUST_S
         if self._prefill or not self.measured or not prefilling:
             return False
