@@ -58,7 +58,7 @@ class HostedRun:
     stop_waits: Callable[[Exception], None] = lambda _: None
     """Ends the waits of the present epoch with an error."""
     fenced: TurnoutError | None = None
-    """Why calls of this epoch are refused, though no other is granted yet: a successor is being let in."""
+    """Why calls of this epoch are refused already: a successor is being let in, or the run is being closed."""
 
     @property
     def moment(self) -> Moment:
@@ -106,6 +106,8 @@ class HostedRun:
 
     def begin(self, key: CallKey, content: bytes, work: Callable[[], Awaitable[Answered]]) -> asyncio.Task[object]:
         """The task in which the run answers `key`, begun now unless it is under way."""
+        if self.fenced is not None:
+            raise self.fenced
         order = self.run.order
 
         async def in_order() -> object:

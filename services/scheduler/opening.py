@@ -99,10 +99,8 @@ class Opener:
             raise
         self._tools.holdings.claim(opening.run_id, wanted)
 
-        if saved is not None:
-            run.restore(saved)
         run.modes.saw(replicas.incarnation, replicas.free if config.hybrid_gpus > 0 else {})
-        run.open(epoch, config, resume, hosted.moment)
+        run.open(epoch, config, resume, hosted.moment, saved)
         run.taken_over(freed_s, hosted.moment)
         lend = await self._init_lend(hosted, step, allow_older=resume is not None)
         return Opened(hosted, epoch, lend, warmup, step + 1, resume is not None, cursor, group_event)

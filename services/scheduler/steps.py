@@ -216,6 +216,9 @@ class Steps:
             lend, _ = await self._lend(LendKind.WITHIN_STEP, key.step - 1)
             if lend is not None:
                 return Answered(Sampled(cursor, lend=lend, decision=decision), Ending.LEND, lend.lend_id)
+        if run.mode is not Mode.TRAINER:
+            # A lend that did not come about and could not be undone: PROCEED would let two use the same memory.
+            await lending.ensure_trainer(hosted)
         return Answered(Sampled(cursor, depth.sampleable, decision=decision))
 
     async def _proceed(self, step: int, cursor: int) -> Answered:
@@ -270,7 +273,7 @@ class Steps:
             while answer is None:
                 wait = self._waits.setdefault(key, wait)
                 task = hosted.begin(key, content, functools.partial(work, wait))
-                task.add_done_callback(lambda _: self._waits.pop(key, None))
+                task.add_done_callback(functools.partial(self._ended, key, wait))
                 # Nothing may come between: the wait must find its caller when the task begins to run.
                 async with aclosing(wait.follow(budget_s, task)) as events_of_wait:
                     async for event in events_of_wait:
@@ -283,6 +286,11 @@ class Steps:
                     # The caller before left, and its wait ended as this call came: begin anew.
                     await asyncio.sleep(0)
         yield answer
+
+    def _ended(self, key: CallKey, wait: Wait, _: object) -> None:
+        # Its successor under the same key must be found by those who stop it.
+        if self._waits.get(key) is wait:
+            del self._waits[key]
 
     # ---------------------------------------------------------------------------------------------------- lends
 

@@ -233,8 +233,11 @@ class Wait:
 
     def _asked_back(self) -> bool:
         """Whether the policy, asked again at the time it named, wants the GPUs back."""
-        due = self._recheck_at is not None and self._hosted.tools.clock.now() >= self._recheck_at
-        return due and self._ask()
+        if self._recheck_at is None or self._hosted.tools.clock.now() < self._recheck_at:
+            return False
+        # Once only: while a hold stands the policy is not asked, and names no later time.
+        self._recheck_at = None
+        return self._ask()
 
     def _observe(self, depth: buffer_pb2.Depth) -> None:
         reading = depth_of(depth)
