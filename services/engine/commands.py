@@ -6,6 +6,7 @@ confirmed it. Timeouts are wall seconds.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable, Sequence
 from typing import Final
@@ -16,7 +17,7 @@ from services.engine.domain.replica import Replica
 from services.engine.domain.spec import WEIGHTS, Cache, PauseMode
 from services.engine.fanout import FanOut, Result, carry_out
 from services.engine.slot import Deadline, Slot
-from services.runtime.errors import aborted, failed_precondition, invalid_argument, permission_denied
+from services.runtime.errors import aborted, deadline_exceeded, failed_precondition, invalid_argument, permission_denied
 
 FAULT_PREFIX: Final = "fault_"
 """Methods of this prefix break an engine on purpose. They do not queue, since a hung engine has to be healed too."""
@@ -81,7 +82,14 @@ class Commands:
         async def action(slot: Slot, deadline: Deadline) -> Result:
             backend = slot.backend
             if method.startswith(FAULT_PREFIX):
-                return Result(shards=await backend.collective_rpc(method, arguments_json, shard, deadline.left))
+                try:
+                    async with asyncio.timeout(deadline.left):
+                        shards = await backend.collective_rpc(method, arguments_json, shard, deadline.left)
+                except TimeoutError:
+                    raise deadline_exceeded(
+                        "ENGINE_TIMEOUT", f"{slot.replica_id} did not answer", replica_id=slot.replica_id
+                    ) from None
+                return Result(shards=shards)
             async with slot.exclusive(deadline) as replica:
                 if WEIGHTS in replica.asleep_tags:
                     raise failed_precondition(

@@ -142,8 +142,9 @@ class Fleet:
         return [self._slots[replica_id] for replica_id in sorted(self._slots)]
 
     def usable(self) -> list[str]:
-        """Replicas on which requests may be placed."""
-        return [slot.replica_id for slot in self._slots.values() if slot.replica.route is not Route.OUT]
+        """Replicas on which requests may be placed, those that serve first."""
+        routes = [(slot.replica_id, slot.replica.route) for slot in self.all]
+        return [replica_id for wanted in (Route.SERVING, Route.HELD) for replica_id, route in routes if route is wanted]
 
     # --------------------------------------------------------------------------------------------------------- changes
 
