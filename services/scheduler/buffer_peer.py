@@ -6,12 +6,14 @@ Invariant: every call that is no stream has a deadline.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from services.runtime.errors import Code, TurnoutError, failed_precondition, unavailable
+from services.runtime.waits import duration_of
 from services.scheduler.domain.run import Depth
-from services.scheduler.links import Link, errors_of, seconds, stream_of
+from services.scheduler.links import Link, errors_of, stream_of
 from turnout.buffer.v1 import buffer_pb2, buffer_pb2_grpc
 
 T = TypeVar("T")
@@ -75,9 +77,10 @@ class BufferPeer:
 
     async def cursor_now(self, epoch: int | None, step: int, cursor: int) -> buffer_pb2.WaitDone:
         """What was evicted since `cursor`: a wait for nothing."""
-        async for event in self.wait(epoch, step, 0, cursor, 0.0):
-            if event.HasField("done"):
-                return event.done
+        async with aclosing(self.wait(epoch, step, 0, cursor, 0.0)) as events:
+            async for event in events:
+                if event.HasField("done"):
+                    return event.done
         raise unavailable(UNREACHABLE, f"the buffer at {self.target} ended a wait without its final event")
 
     async def check_can_wait(self, step: int) -> None:
@@ -95,10 +98,10 @@ class BufferPeer:
                 value=self.target,
             ) from error
 
-    async def wait(
+    def wait(
         self, epoch: int | None, step: int, target: int, cursor: int, max_wait_s: float
     ) -> AsyncGenerator[buffer_pb2.WaitForSampleableResponse, None]:
-        """The events of one wait of at most `max_wait_s` wall seconds. Closing the iterator ends the wait."""
+        """The events of one wait of at most `max_wait_s` wall seconds. Closing the generator ends the wait."""
         request = buffer_pb2.WaitForSampleableRequest(
             run_id=self._run_id,
             partition=self._partition,
@@ -106,15 +109,10 @@ class BufferPeer:
             step=step,
             target=target,
             cursor=cursor,
-            max_wait=seconds(max_wait_s),
+            max_wait=duration_of(max_wait_s),
         )
-        call = self._parked.WaitForSampleable(request, timeout=max_wait_s + self._timeout_s)
-        try:
-            async with errors_of(UNREACHABLE, self.target):
-                async for event in call:
-                    yield event
-        finally:
-            call.cancel()
+        timeout_s = max_wait_s + self._timeout_s
+        return stream_of(lambda: self._parked.WaitForSampleable(request, timeout=timeout_s), UNREACHABLE, self.target)
 
     async def next_group_event(self) -> int | None:
         """Sequence number of the group event that comes next, None if the buffer does not list groups."""
@@ -130,7 +128,7 @@ class BufferPeer:
     def watch_groups(self, start: int | None) -> AsyncGenerator[buffer_pb2.WatchGroupsResponse, None]:
         """Group events from sequence number `start`, or from now on."""
         request = buffer_pb2.WatchGroupsRequest(run_id=self._run_id, from_sequence=start)
-        return stream_of(self._parked.WatchGroups(request), UNREACHABLE, self.target)
+        return stream_of(lambda: self._parked.WatchGroups(request), UNREACHABLE, self.target)
 
     async def checkpoint(self, epoch: int, step: int, checkpoint_id: str, timeout_s: float) -> str:
         """Save the buffer; the checkpoint's id."""

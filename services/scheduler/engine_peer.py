@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from services.runtime.errors import TurnoutError
+from services.runtime.waits import duration_of
 from services.scheduler.domain.holdings import Gpu
-from services.scheduler.links import Link, errors_of, seconds, stream_of
+from services.scheduler.links import Link, errors_of, stream_of
 from turnout.engine.v1 import engine_pb2, engine_pb2_grpc
 
 T = TypeVar("T")
@@ -80,7 +81,7 @@ class EnginePeer:
         self._run_id = run_id
         self._timeout_s = timeout_s
         self._transition_timeout_s = transition_timeout_s
-        self._replica_timeout = None if engine_timeout_s is None else seconds(engine_timeout_s)
+        self._replica_timeout = None if engine_timeout_s is None else duration_of(engine_timeout_s)
 
     async def replicas(self) -> Replicas:
         """The hybrid replicas as they are now. A controller that no run was bound to yet has none."""
@@ -137,13 +138,13 @@ class EnginePeer:
 
     def watch_replicas(self) -> AsyncGenerator[engine_pb2.WatchReplicasResponse, None]:
         """All replicas, then those that change."""
-        call = self._parked.WatchReplicas(engine_pb2.WatchReplicasRequest(run_id=self._run_id))
-        return stream_of(call, UNREACHABLE, self.target)
+        request = engine_pb2.WatchReplicasRequest(run_id=self._run_id)
+        return stream_of(lambda: self._parked.WatchReplicas(request), UNREACHABLE, self.target)
 
     def watch_progress(self, interval_s: float) -> AsyncGenerator[engine_pb2.WatchProgressResponse, None]:
         """A reading of everything that runs every `interval_s` domain seconds."""
-        request = engine_pb2.WatchProgressRequest(run_id=self._run_id, interval=seconds(interval_s))
-        return stream_of(self._parked.WatchProgress(request), UNREACHABLE, self.target)
+        request = engine_pb2.WatchProgressRequest(run_id=self._run_id, interval=duration_of(interval_s))
+        return stream_of(lambda: self._parked.WatchProgress(request), UNREACHABLE, self.target)
 
     async def _call(self, call: Awaitable[T]) -> T:
         async with errors_of(UNREACHABLE, self.target):

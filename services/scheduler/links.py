@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import ipaddress
 import os
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
 import grpc
 import grpc.aio
-from google.protobuf.duration_pb2 import Duration
 
 from services.runtime.errors import Code, TurnoutError, invalid_argument, unavailable
 from services.runtime.statuses import from_rpc_error
@@ -57,6 +56,8 @@ def channel_options(target: str) -> list[tuple[str, int]]:
         ("grpc.keepalive_timeout_ms", _KEEPALIVE_TIMEOUT_MS),
         ("grpc.http2.ping_timeout_ms", _KEEPALIVE_TIMEOUT_MS),
         ("grpc.keepalive_permit_without_calls", 1),
+        # Nothing is sent while a watch is quiet; gRPC would stop pinging after two.
+        ("grpc.http2.max_pings_without_data", 0),
         ("grpc.max_reconnect_backoff_ms", _MAX_BACKOFF_MS),
         ("grpc.initial_reconnect_backoff_ms", 100),
     ]
@@ -132,17 +133,12 @@ def unanswered(error: TurnoutError) -> bool:
     return error.code is Code.UNAVAILABLE
 
 
-async def stream_of(call: Any, reason: str, target: str) -> AsyncGenerator[Any, None]:
-    """The messages of a stream; closing the generator ends the call."""
+async def stream_of(begin: Callable[[], Any], reason: str, target: str) -> AsyncGenerator[Any, None]:
+    """The messages of the call that `begin` makes; closing the generator ends it."""
+    call = begin()
     try:
         async with errors_of(reason, target):
             async for message in call:
                 yield message
     finally:
         call.cancel()
-
-
-def seconds(value: float) -> Duration:
-    """A protobuf Duration of `value` seconds."""
-    whole = int(value // 1)
-    return Duration(seconds=whole, nanos=min(999_999_999, round((value - whole) * 1e9)))

@@ -35,6 +35,8 @@ class Observer:
         self.next_group_event = next_group_event
         self._replicas: dict[str, engine_pb2.Replica] = {}
         self._topology: events.TopologyChanged | None = None
+        self._last_replica = ""
+        """Replica of the trajectory that finished last: the one that completed the group whose end comes next."""
 
     def start(self) -> None:
         """Begin to follow."""
@@ -93,9 +95,6 @@ class Observer:
             case kind if kind in _EXITS:
                 return events.GroupLeft(event.group_id, _EXITS[kind], _reasons(event.reasons))
         return None
-
-    _last_replica = ""
-    """Replica of the trajectory that finished last: the one that completed the group whose end comes next."""
 
     def _on_hybrid(self, replica_id: str) -> bool | None:
         replica = self._replicas.get(replica_id)

@@ -1,4 +1,7 @@
-"""The switch scheduler as a hosted service."""
+"""The switch scheduler as a hosted service.
+
+Invariant: it ends its own work before it closes the connections to the peers that the work needs.
+"""
 
 from __future__ import annotations
 
