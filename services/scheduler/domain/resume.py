@@ -24,8 +24,8 @@ class Resume:
 def check_resume(resume: Resume | None, scheduler_step: int | None, buffer_step: int) -> int:
     """The step after which the trainer goes on.
 
-    `scheduler_step` is None if this scheduler does not know the run. Raises FAILED_PRECONDITION / RESUME_MISMATCH, INVALID_ARGUMENT for
-    a step that leaves no room for the next ones.
+    `scheduler_step` is None if this scheduler does not know the run. Raises FAILED_PRECONDITION / RESUME_MISMATCH, and
+    INVALID_ARGUMENT for a step that leaves no room for the next ones.
     """
     step = 0 if resume is None else resume.step
     if step > _LARGEST_STEP:
