@@ -13,6 +13,7 @@ from statistics import fmean
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from services.simulator.result import Result
@@ -36,11 +37,11 @@ def savings(results: Sequence[Result], policies: Sequence[str]) -> Savings:
 
 
 def simulation_table(results: Sequence[Result]) -> Table:
-    """One row per workload and policy, means over seeds."""
-    table = Table(title="Simulated runs", title_justify="left", title_style="bold")
-    table.add_column("workload")
-    table.add_column("policy")
-    for heading in ("hours", "saved", "of oracle", "trainer idle", "lends", "staleness"):
+    """One row per workload and policy, means over seeds. `idle` is the trainer's."""
+    table = Table(title="Simulated runs", title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("workload", no_wrap=True)
+    table.add_column("policy", no_wrap=True)
+    for heading in ("hours", "saved", "of oracle", "idle", "lends", "staleness"):
         table.add_column(heading, justify="right", no_wrap=True)
     saved = savings(results, [result.policy for result in results])
     rows: dict[tuple[str, str], list[Result]] = defaultdict(list)
