@@ -105,10 +105,16 @@ class HostedRun:
         return failed_precondition("RUN_CLOSED", message, run_id=self.run.run_id)
 
     def begin(self, key: CallKey, content: bytes, work: Callable[[], Awaitable[Answered]]) -> asyncio.Task[object]:
-        """The task in which the run answers `key`, begun now unless it is under way."""
+        """The task in which the run answers `key`, begun now unless it is under way.
+
+        Raises FAILED_PRECONDITION / OUT_OF_ORDER at once if `key` is not among the expected calls.
+        """
         if self.fenced is not None:
             raise self.fenced
         order = self.run.order
+        if key not in self.joins:
+            # Not only in its turn: a call that may not come must not wait, perhaps for hours, to hear so.
+            order.check(key)
 
         async def in_order() -> object:
             # The one before may have been the same call, or have moved on.
