@@ -21,6 +21,7 @@ from turnout.engine.v1 import engine_pb2
 from turnout.worker import TOKENS, Interrupted, Job, RolloutWorker, WorkerSetup, WorkerStats, pack, unpack
 
 OPTIONS = ClientOptions(timeouts=Timeouts(call=2, outage=5), retry=RetryPolicy(initial=0.01, maximum=0.05))
+ALIVE = buffer_pb2.ItemOutcome()
 
 
 @dataclass
@@ -88,14 +89,14 @@ def output(tokens: int = 3, reward: float = 1.0) -> buffer_pb2.Output:
 
 
 @contextlib.contextmanager
-def scripted_buffer(count: int) -> Iterator[FakeService]:
+def scripted_buffer(count: int, lease_s: float = 60) -> Iterator[FakeService]:
     """A fake that hands out `count` trajectories in one answer, then none."""
     claims = [
         buffer_pb2.Claim(
             token=buffer_pb2.ClaimToken(claim_id=f"c{number}", attempt=1),
             group_id=f"g{number}",
             trajectories=[buffer_pb2.ClaimedTrajectory(index=0)],
-            lease=duration(60),
+            lease=duration(lease_s),
         )
         for number in range(count)
     ]
@@ -348,6 +349,45 @@ async def test_a_claim_that_was_lost_is_dropped_without_a_word(place: Place) -> 
         await eventually(lambda: worker.stats.lost == 2)
     assert ends == ["cancelled", "cancelled"]
     assert worker.stats == WorkerStats(lost=2)
+
+
+async def test_a_claim_that_is_lost_while_its_failure_is_on_its_way_frees_its_slot() -> None:
+    """A slot that is not given back is lost until the worker ends, and its claim is renewed as long."""
+    lost = buffer_pb2.ItemOutcome(code=grpc.StatusCode.FAILED_PRECONDITION.value[0], reason="STALE_CLAIM")
+
+    def renew(request: Any, context: Any) -> buffer_pb2.RenewClaimsResponse:
+        return buffer_pb2.RenewClaimsResponse(outcomes=[lost] if service.requests("FailTrajectories") else [ALIVE])
+
+    async def generate(job: Job) -> buffer_pb2.Output:
+        raise Interrupted("the engine is away")
+
+    with scripted_buffer(1, lease_s=0.15) as service:
+        service.script["FailTrajectories"] = failing(grpc.StatusCode.UNAVAILABLE, "DRAINING")
+        service.script["RenewClaims"] = renew
+        worker = RolloutWorker(WorkerSetup("r1", service.target, options=OPTIONS), generate_fn=generate)
+        async with working(worker):
+            await eventually(lambda: worker.stats.lost == 1)
+            assert not worker._work
+            assert not worker._leases.held
+    assert worker.stats == WorkerStats(lost=1)
+
+
+async def test_a_cancellation_inside_the_generate_function_is_a_failure(place: Place) -> None:
+    """Taken for the end of the worker, it would keep the slot and the claim, and the group would never end."""
+    await place.create()
+    await place.add(1)
+
+    async def generate(job: Job) -> buffer_pb2.Output:
+        call = asyncio.get_running_loop().create_future()
+        call.cancel()
+        await call
+        return output()
+
+    async with working(place.worker(generate_fn=generate)) as worker:
+        # The group fails with its first trajectory, so the other is not wanted any more.
+        await eventually(lambda: worker.stats.failed + worker.stats.lost == 2)
+        assert not worker._work
+    assert (await place.group("g0")).state == buffer_pb2.GROUP_STATE_FAILED
 
 
 async def test_claims_are_renewed_while_the_work_goes_on(place: Place) -> None:

@@ -96,6 +96,7 @@ class RolloutWorker:
         self._leases = Leases(self._buffer, run_id=setup.run_id)
         self._work: dict[asyncio.Task[None], buffer_pb2.TrajectoryFailure] = {}
         self._settling: set[asyncio.Task[None]] = set()
+        self._fetching: set[asyncio.Future[bytes]] = set()
         self._progress: dict[tuple[str, int], buffer_pb2.TrajectoryProgress] = {}
         self._threads: ThreadPoolExecutor | None = None
         self._freed = asyncio.Event()
@@ -120,7 +121,7 @@ class RolloutWorker:
             claiming.cancel()
             await asyncio.gather(claiming, return_exceptions=True)
             await self._hand_back()
-            await _cancel(loops)
+            await _cancel([*loops, *self._fetching])
             if self._threads is not None:
                 self._threads.shutdown(wait=False, cancel_futures=True)
             await self._buffer.close()
@@ -183,6 +184,8 @@ class RolloutWorker:
         prompt = asyncio.ensure_future(self._bytes(claim.prompt, claim.token))
         # Each trajectory sees its error; without any left, nobody has to.
         prompt.add_done_callback(lambda fetched: fetched.cancelled() or fetched.exception())
+        self._fetching.add(prompt)
+        prompt.add_done_callback(self._fetching.discard)
         for trajectory in claim.trajectories:
             task = asyncio.create_task(self._produce(claim, trajectory, held, prompt))
             held.tasks[trajectory.index] = task
@@ -200,6 +203,22 @@ class RolloutWorker:
         prompt: asyncio.Future[bytes],
     ) -> None:
         task = cast("asyncio.Task[None]", asyncio.current_task())
+        try:
+            await self._attempt(task, claim, trajectory, prompt)
+        except asyncio.CancelledError:
+            if not held.lost:
+                # The worker stops, and hands back what is in self._work.
+                raise
+            self.stats.lost += 1
+        self._done(task, held, trajectory.index)
+
+    async def _attempt(
+        self,
+        task: asyncio.Task[None],
+        claim: buffer_pb2.Claim,
+        trajectory: buffer_pb2.ClaimedTrajectory,
+        prompt: asyncio.Future[bytes],
+    ) -> None:
         failure = self._work[task]
         try:
             job = await self._job(claim, trajectory, await asyncio.shield(prompt))
@@ -209,11 +228,11 @@ class RolloutWorker:
                 token=claim.token, group_id=claim.group_id, index=trajectory.index, outputs=outputs
             )
             error = await self._outbox.finish(result)
-        except asyncio.CancelledError:
-            if not held.lost:
-                # The worker stops, and hands back what is in self._work.
+        except asyncio.CancelledError as error:
+            if task.cancelling():
                 raise
-            self.stats.lost += 1
+            # Something that the generate function awaited was cancelled, not this trajectory.
+            await self._fail(task, buffer_pb2.FAILURE_KIND_RETRYABLE, error)
         except Interrupted as interruption:
             if interruption.partial is not None:
                 failure.partial.CopyFrom(interruption.partial)
@@ -231,7 +250,6 @@ class RolloutWorker:
             else:
                 _log.warning("trajectory %d of group %s was refused: %s", trajectory.index, claim.group_id, error)
                 await self._fail(task, buffer_pb2.FAILURE_KIND_RETRYABLE, error)
-        self._done(task, held, trajectory.index)
 
     async def _job(self, claim: buffer_pb2.Claim, trajectory: buffer_pb2.ClaimedTrajectory, prompt: bytes) -> Job:
         partial: buffer_pb2.PartialOutput | None = None
