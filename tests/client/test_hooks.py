@@ -402,6 +402,7 @@ def test_a_partial_commit_is_enough_if_one_replica_took_it(
     if taken:
         hooks.on_step_end(1)
         assert "did not reach replicas s1" in caplog.text
+        assert [request.update_id for request in world.requests("AbortWeightUpdate")] == ["u-s"]
     else:
         with pytest.raises(Exception, match="PARTIAL"):
             hooks.on_step_end(1)
