@@ -71,6 +71,15 @@ def test_a_generation_that_cannot_be_had_ends_in_an_error(
             client.generate(REQUEST)
 
 
+def test_a_generation_that_ends_without_its_final_event_again_and_again_is_an_error() -> None:
+    """Asked again without a pause and without an end, it would load controller and worker for ever."""
+    with fake("engine") as service, EngineClient(service.target, QUICK) as client:
+        service.script["Generate"] = events()
+        with pytest.raises(Unavailable, match="STREAM_ENDED"):
+            client.generate(REQUEST)
+        assert len(service.requests("Generate")) > 2
+
+
 def test_watches_of_the_controller_begin_again_after_a_cut() -> None:
     """A view of the replicas that stands still after a restart shows GPUs where they no longer are."""
     with fake("engine") as service, EngineClient(service.target, QUICK) as client:

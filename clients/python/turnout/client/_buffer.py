@@ -8,12 +8,10 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
-import grpc
-
 from turnout.buffer.v1 import buffer_pb2, buffer_pb2_grpc
 from turnout.client._calls import BlockingCallChannel, duration, new_request_id, seconds
 from turnout.client._client import AsyncClient, Client
-from turnout.client._errors import TurnoutError, is_retryable, make_error
+from turnout.client._errors import TurnoutError, is_retryable, stream_ended
 from turnout.client._link import Link, iterate_blocking, run_blocking
 from turnout.client._options import ClientOptions
 from turnout.client._payloads import INLINE_BYTES, Bytes, Download, put_frames, size_of
@@ -131,12 +129,7 @@ class AsyncBufferClient(AsyncClient):
             on_groups=lambda part: groups.extend(part.groups),
         )
         if torn(done):
-            raise make_error(
-                grpc.StatusCode.UNAVAILABLE,
-                "STREAM_ENDED",
-                f"the manifest arrived with {len(groups)} of {done.group_count} groups",
-                from_service=False,
-            )
+            raise stream_ended(f"the manifest arrived with {len(groups)} of {done.group_count} groups")
         return Sampled(done, groups)
 
     async def watch_depth(self, request: buffer_pb2.WatchDepthRequest) -> AsyncGenerator[buffer_pb2.Depth, None]:
@@ -196,24 +189,24 @@ class AsyncBufferClient(AsyncClient):
             request = buffer_pb2.GetPayloadsRequest(
                 run_id=run_id, lease_id=lease_id, claim=claim, refs=left, resume_at=resume_at
             )
+            outage.began(link.now())
             frames = self.calls.GetPayloads(request, timeout=times.transfer)
-            pause: float | None = None
             try:
                 async for frame in frames:
                     outage.heard(link.now())
                     data = download.take(frame)
                     if data is not None:
                         yield data
-                if not download.complete:
-                    pause = outage.pause(link.now())
+                if download.complete:
+                    return
+                raise stream_ended("the download ended before its last payload")
             except TurnoutError as error:
                 pause = outage.pause(link.now()) if is_retryable(error) else None
                 if pause is None:
                     raise
             finally:
                 frames.cancel()
-            if pause is not None:
-                await link.sleep(pause)
+            await link.sleep(pause)
 
     def _refills_of(self, request: Any, refill_fn: RefillFn | None) -> Refills:
         epoch = request.epoch if request.HasField("epoch") else None

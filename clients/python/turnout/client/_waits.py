@@ -2,7 +2,7 @@
 
 Invariants: a wait ends with its final event, with max_wait, or with an error of the service; being cut off is none of
 these. Every arming carries the time that is left, the caller's own cursor and the same request id, so that nothing is
-lost or counted twice. A wait that hears nothing of the service for `Timeouts.outage` ends with the last error.
+lost or counted twice. A wait whose service is away for `Timeouts.outage` ends with the last error.
 """
 
 from __future__ import annotations
@@ -11,10 +11,8 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
-import grpc
-
 from turnout.client._calls import CallPolicy, Messages
-from turnout.client._errors import TurnoutError, is_retryable, make_error
+from turnout.client._errors import TurnoutError, is_retryable, stream_ended
 from turnout.client._retry import Outage
 
 _LONGEST_ARMING_S: Final = 3600.0
@@ -58,6 +56,7 @@ async def hold(
     number = 0
     while True:
         left = _LONGEST_ARMING_S if end is None else max(0.0, end - link.now())
+        outage.began(link.now())
         try:
             messages = call(arm(Arming(left, number)), timeout=left + times.grace)
             done = await _final(messages, on_event, lambda: outage.heard(link.now()))
@@ -84,9 +83,7 @@ async def _final(messages: Messages, on_event: Callable[[str, Any], Awaitable[No
                 await on_event(name, getattr(message, name))
     finally:
         messages.cancel()
-    raise make_error(
-        grpc.StatusCode.UNAVAILABLE, "STREAM_ENDED", "the stream ended without its final event", from_service=False
-    )
+    raise stream_ended("the stream ended without its final event")
 
 
 async def follow(
@@ -99,6 +96,7 @@ async def follow(
     link = policy.link
     outage = Outage(policy.options.retry, policy.rng, now=link.now(), limit=policy.options.timeouts.outage)
     while True:
+        outage.began(link.now())
         messages = call(arm())
         try:
             async for message in messages:
