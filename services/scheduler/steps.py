@@ -271,8 +271,10 @@ class Steps:
         answer = hosted.run.order.answer(key, content)
         with hosted.parked():
             while answer is None:
-                wait = self._waits.setdefault(key, wait)
+                wait = self._waits.get(key, wait)
                 task = hosted.begin(key, content, functools.partial(work, wait))
+                # Only now: a call that was refused must leave no wait for the one that may come later.
+                self._waits[key] = wait
                 task.add_done_callback(functools.partial(self._ended, key, wait))
                 # Nothing may come between: the wait must find its caller when the task begins to run.
                 async with aclosing(wait.follow(budget_s, task)) as events_of_wait:

@@ -59,6 +59,17 @@ async def test_a_wait_that_times_out_leaves_the_gpus_lent_and_goes_on_with_the_n
         assert again.metrics["timing_s/switch_wait"] >= done.metrics["timing_s/switch_wait"]
 
 
+async def test_a_call_that_was_refused_leaves_nothing_for_the_one_that_may_come() -> None:
+    """With the wait of the refused one, evictions would be counted from its cursor."""
+    async with world() as w:
+        trainer = await waiting_trainer(w)
+        early = trainer.prepare_stream(1, attempt=1, cursor=3)
+        assert (await error_of(rest_of(early))).reason == "OUT_OF_ORDER"
+        await trainer.prepare(1, max_wait=0.05)
+        await rest_of(trainer.prepare_stream(1, attempt=1, cursor=5, max_wait=0.05))
+        assert w.buffer.waits[-1].cursor == 5
+
+
 async def test_a_hold_that_stands_until_the_end_is_told_and_nothing_moves() -> None:
     """With a WAIT hold nothing can be sampled, so GPUs that came back early would only idle."""
     async with world() as w:
