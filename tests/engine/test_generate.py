@@ -162,7 +162,7 @@ async def test_only_hybrids_are_lent() -> None:
         begin = pb.BeginLendRequest(run_id=RUN, lend_id="l")
         await refused(engine.stub.BeginLend(begin), "FAILED_PRECONDITION", "NO_REPLICA")
         finish = pb.FinishLendRequest(run_id=RUN, lend_id="l")
-        await refused(engine.stub.FinishLend(finish), "NOT_FOUND", "LEND_NOT_FOUND")
+        await refused(engine.stub.FinishLend(finish), "NOT_FOUND", "LEND_UNKNOWN")
         assert not (await engine.stub.Reclaim(pb.ReclaimRequest(run_id=RUN))).operation.outcomes
 
 

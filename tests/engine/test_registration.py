@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
+from services.runtime.errors import failed_precondition
 from tests.engine.helpers import (
     RUN,
     generate,
     kinds,
+    lend,
     only,
     refused,
     register,
@@ -244,3 +246,57 @@ async def test_draining_ends_requests_and_refuses_commands() -> None:
         stopping = asyncio.create_task(engine.host.stop(5.0))
         await refused(task, "UNAVAILABLE", "DRAINING")
         assert await stopping
+
+
+async def test_a_repeat_after_partial_goes_on_with_what_is_left() -> None:
+    """With its request_id a reset touches the replica that was busy, and no other."""
+    async with recorded("s0:standalone", "s1:standalone") as (engine, recorders):
+        recorders["s1"].faults["reset(prefix)"] = [failed_precondition("CACHE_BUSY", "blocks in use")]
+        request = pb.ResetCachesRequest(run_id=RUN, caches=[pb.CACHE_KIND_PREFIX], request_id="q")
+        error = await refused(engine.stub.ResetCaches(request), "FAILED_PRECONDITION", "PARTIAL")
+        other = pb.ResetCachesRequest(run_id=RUN, request_id="q")
+        await refused(engine.stub.ResetCaches(other), "INVALID_ARGUMENT", "REQUEST_ID_REUSED")
+        recorders.forget()
+        done = (await engine.stub.ResetCaches(request)).operation
+        assert (done.operation_id, kinds(done)) == (error.metadata["operation_id"], {"s0": "DONE", "s1": "DONE"})
+        assert recorders.journal == [("s1", "reset(prefix)")]
+        assert (await engine.stub.ResetCaches(request)).operation == done
+        assert len(recorders.journal) == 1
+
+
+async def test_a_newer_trainer_ends_what_the_older_one_began() -> None:
+    """Its lend and its update would block the new one for ever."""
+    async with recorded("h0:hybrid", "s0:standalone") as (engine, _):
+        await lend(engine, "l", 0)
+        begin = pb.BeginWeightUpdateRequest(run_id=RUN, selector=only("s0"), weight_version=1)
+        begun = await engine.stub.BeginWeightUpdate(begin)
+        opened = await engine.stub.OpenEpoch(pb.OpenEpochRequest(run_id=RUN, epoch=4))
+        assert opened.time_scale == 0.01
+        now = await replicas(engine)
+        assert (now["h0"].confirmed_free, now["s0"].update_id, now["s0"].route) == (True, "", pb.ROUTE_STATE_SERVING)
+        commit = pb.CommitWeightUpdateRequest(run_id=RUN, epoch=4, update_id=begun.update_id)
+        await refused(engine.stub.CommitWeightUpdate(commit), "FAILED_PRECONDITION", "UPDATE_CLOSED")
+        await engine.stub.BeginLend(pb.BeginLendRequest(run_id=RUN, epoch=4, lend_id="l2"))
+
+
+async def test_registration_under_an_epoch() -> None:
+    """An operator may always register; a trainer that was replaced may not."""
+    async with recorded("s0:standalone") as (engine, _):
+        await engine.stub.OpenEpoch(pb.OpenEpochRequest(run_id=RUN, epoch=4))
+        await register(engine, "s1", "standalone")
+        late = engine.stub.Register(pb.RegisterRequest(run_id=RUN, epoch=3, spec=spec("s2", "standalone")))
+        await refused(late, "FAILED_PRECONDITION", "STALE_EPOCH")
+        gone = engine.stub.Deregister(pb.DeregisterRequest(run_id=RUN, epoch=3, replica_id="s1"))
+        await refused(gone, "FAILED_PRECONDITION", "STALE_EPOCH")
+        await engine.stub.Deregister(pb.DeregisterRequest(run_id=RUN, epoch=4, replica_id="s1"))
+
+
+async def test_a_hybrid_replica_that_comes_during_a_lend_takes_part() -> None:
+    """A node that was slow to start would idle for a whole lend."""
+    async with recorded("h0:hybrid") as (engine, recorders):
+        await engine.stub.BeginLend(pb.BeginLendRequest(run_id=RUN, lend_id="l"))
+        late = await register(engine, "h1")
+        assert (late.lend_id, late.route) == ("l", pb.ROUTE_STATE_HELD)
+        finish = pb.FinishLendRequest(run_id=RUN, lend_id="l", weight_version=0)
+        assert kinds((await engine.stub.FinishLend(finish)).operation) == {"h0": "DONE", "h1": "DONE"}
+        assert ("h1", "reset(encoder,multimodal,prefix)") in recorders.journal

@@ -8,11 +8,12 @@ from typing import Any
 import google_crc32c
 import pytest
 
-from services.runtime.errors import internal
+from services.runtime.errors import Code, internal
 from tests.engine.helpers import (
     RUN,
     WEIGHTS,
     Engine,
+    error_of,
     generate,
     kinds,
     move_weights,
@@ -38,10 +39,11 @@ async def begin(engine: Engine, version: int = 1, **fields: Any) -> pb.BeginWeig
     return await engine.stub.BeginWeightUpdate(request)
 
 
-def commit(engine: Engine, update_id: str, *acks: str, **checksums: str) -> Any:
+def commit(engine: Engine, update_id: str, *acks: str, wave_index: int = 0, **checksums: str) -> Any:
     """A commit with these replicas acknowledged."""
     given = [pb.UpdateAck(replica_id=ack, ok=True, checksum=checksums.get(ack, "")) for ack in acks]
-    return engine.stub.CommitWeightUpdate(pb.CommitWeightUpdateRequest(run_id=RUN, update_id=update_id, acks=given))
+    request = pb.CommitWeightUpdateRequest(run_id=RUN, update_id=update_id, acks=given, wave_index=wave_index)
+    return engine.stub.CommitWeightUpdate(request)
 
 
 def abort(engine: Engine, update_id: str) -> Any:
@@ -149,8 +151,16 @@ async def test_a_staggered_update_keeps_some_replicas_decoding() -> None:
         assert (first.complete, [layout.replica_id for layout in first.wave]) == (False, ["s2"])
         now = await replicas(engine)
         assert [now[key].route for key in ("s0", "s1", "s2")] == [3, 3, pb.ROUTE_STATE_HELD]
-        await move_weights(engine, begun.update_id)
-        second = await commit(engine, begun.update_id, "s2")
+        assert first.next_wave_index == 1
+        stale = commit(engine, begun.update_id, "s2", wave_index=2)
+        await refused(stale, "FAILED_PRECONDITION", "WAVE_NOT_OPEN")
+        await refused(move_weights(engine, begun.update_id), "FAILED_PRECONDITION", "WAVE_NOT_OPEN")
+        assert await commit(engine, begun.update_id, "s0", "s1") == first
+        await move_weights(engine, begun.update_id, wave_index=1)
+        wrong = commit(engine, begun.update_id, "s0", "s2", wave_index=1)
+        await refused(wrong, "INVALID_ARGUMENT", "NOT_IN_WAVE")
+        second = await commit(engine, begun.update_id, "s2", wave_index=1)
+        assert await commit(engine, begun.update_id, "s2", wave_index=1) == second
         assert (second.complete, second.blackout.ToMicroseconds()) == (True, 0)
         assert {r.weight_version for r in (await replicas(engine)).values()} == {1}
 
@@ -188,7 +198,7 @@ async def test_a_checksum_that_differs_is_refused() -> None:
     async with recorded("s0:standalone") as (engine, _):
         begun = await begin(engine)
         await move_weights(engine, begun.update_id)
-        outcomes = await partial(engine, commit(engine, begun.update_id, "s0", s0="00000000"), "FAILED_PRECONDITION")
+        outcomes = await partial(engine, commit(engine, begun.update_id, "s0", s0="00000000"), "DATA_LOSS")
         assert outcomes["s0"].reason == "CHECKSUM_MISMATCH"
         right = f"{google_crc32c.value(WEIGHTS):08x}"
         assert (await commit(engine, begun.update_id, "s0", s0=right)).complete
@@ -233,7 +243,7 @@ async def test_an_aborted_update_that_nothing_touched_serves_again() -> None:
         assert (state.route, state.weight_version) == (pb.ROUTE_STATE_SERVING, 0)
         assert not (await abort(engine, begun.update_id)).operation.outcomes
         await refused(commit(engine, begun.update_id, "s0"), "FAILED_PRECONDITION", "UPDATE_CLOSED")
-        await refused(abort(engine, "unknown"), "NOT_FOUND", "UPDATE_NOT_FOUND")
+        await refused(abort(engine, "unknown"), "NOT_FOUND", "UPDATE_UNKNOWN")
 
 
 async def test_an_abort_that_the_engine_does_not_confirm_counts_as_touched() -> None:
@@ -252,7 +262,7 @@ async def test_an_abort_that_the_engine_does_not_confirm_counts_as_touched() -> 
     ("version", "fields", "code", "reason"),
     [
         (-1, {}, "INVALID_ARGUMENT", "INVALID_ARGUMENT"),
-        (4, {}, "FAILED_PRECONDITION", "VERSION_NOT_NEWER"),
+        (4, {}, "FAILED_PRECONDITION", "VERSION_OLDER"),
         (6, {"kind": pb.UPDATE_KIND_ASLEEP}, "FAILED_PRECONDITION", "REPLICA_SERVING"),
         (6, {"kind": 9}, "INVALID_ARGUMENT", "INVALID_ARGUMENT"),
         (6, {"in_flight": 9}, "INVALID_ARGUMENT", "INVALID_ARGUMENT"),
@@ -279,11 +289,14 @@ async def test_frames_out_of_order_are_refused() -> None:
             ([], "header"),
             ([chunk], "header"),
             ([header, header], "frame"),
+            ([header, pb.UpdateWeightsRequest()], "frame"),
+            ([pb.UpdateWeightsRequest()], "header"),
             ([header, big], "chunk"),
             ([header, chunk, chunk, end], "size"),
         ):
-            error = await refused(engine.stub.UpdateWeights(iter(frames)), "INVALID_ARGUMENT", "INVALID_ARGUMENT")
-            assert error.metadata["field"] == field
+            error = await error_of(engine.stub.UpdateWeights(iter(frames)))
+            assert error.code is Code.INVALID_ARGUMENT
+            assert (error.metadata["field"], error.reason == "BAD_FRAME") == (field, field in ("header", "frame"))
         other = pb.UpdateWeightsHeader(run_id=RUN, update_id=begun.update_id, size=3, replica_ids=["x"])
         call = engine.stub.UpdateWeights(iter([pb.UpdateWeightsRequest(header=other)]))
         await refused(call, "INVALID_ARGUMENT", "NOT_IN_WAVE")
@@ -351,3 +364,43 @@ async def test_an_adapter_update_keeps_the_base_version() -> None:
         await update(engine, role("standalone"), 7, adapter=True)
         state = (await replicas(engine))["s0"]
         assert (state.weight_version, state.adapter_version, state.route) == (0, 7, pb.ROUTE_STATE_SERVING)
+
+
+async def test_weights_may_come_in_buckets() -> None:
+    """A trainer that gathers one layer at a time sends one layer at a time."""
+    async with recorded("s0:standalone") as (engine, _):
+        begun = await begin(engine)
+        await move_weights(engine, begun.update_id, b"first")
+        await move_weights(engine, begun.update_id, b"second")
+        right = f"{google_crc32c.value(b'firstsecond'):08x}"
+        assert (await commit(engine, begun.update_id, "s0", s0=right)).complete
+
+
+async def test_a_resumed_trainer_may_go_back_to_older_weights() -> None:
+    """Its checkpoint is older than what the engines hold."""
+    async with recorded("s0:standalone", spec_fields={"weight_version": 5}) as (engine, _):
+        begun = await begin(engine, 3, allow_older=True)
+        await move_weights(engine, begun.update_id)
+        await commit(engine, begun.update_id, "s0")
+        assert (await replicas(engine))["s0"].weight_version == 3
+
+
+async def test_an_update_that_is_over_cannot_be_aborted() -> None:
+    """The trainer has to know that its weights do serve."""
+    async with recorded("s0:standalone") as (engine, _):
+        begun = await begin(engine)
+        await commit(engine, begun.update_id, "s0")
+        await refused(abort(engine, begun.update_id), "FAILED_PRECONDITION", "UPDATE_CLOSED")
+
+
+async def test_versions_are_unset_while_there_are_no_weights() -> None:
+    """0 is a version."""
+    async with recorded("h0:hybrid", "s0:standalone") as (engine, _):
+        await engine.stub.Sleep(pb.SleepRequest(run_id=RUN))
+        now = await replicas(engine)
+        assert not now["h0"].HasField("weight_version")
+        assert not now["h0"].HasField("cache_version")
+        assert now["s0"].HasField("weight_version")
+        await engine.stub.BeginLend(pb.BeginLendRequest(run_id=RUN, lend_id="l"))
+        begun = await begin(engine, kind=pb.UPDATE_KIND_ASLEEP, selector=only("h0"))
+        assert not begun.wave[0].HasField("weight_version")

@@ -144,6 +144,11 @@ class Replica:
         return self.state.declared_tags - self.state.resident_tags
 
     @property
+    def held_version(self) -> int | None:
+        """Version of the base weights, None while there are none, or a mixture."""
+        return self.weight_version if self.weights is Weights.INTACT else None
+
+    @property
     def fully_asleep(self) -> bool:
         return not self.state.resident_tags
 
@@ -455,13 +460,13 @@ class Replica:
 
     # -------------------------------------------------------------------------------------------------- weight updates
 
-    def check_update(self, kind: UpdateKind, version: int, adapter: bool) -> None:
+    def check_update(self, kind: UpdateKind, version: int, *, adapter: bool, allow_older: bool = False) -> None:
         """Refuse an update that cannot begin."""
         self._refuse_if(bool(self.update_id), "UPDATE_OPEN")
-        held = self.adapter_version if adapter else self.weight_version
-        if held is not None and version < held and not (self.must_load and not adapter):
+        held = self.adapter_version if adapter else self.held_version
+        if held is not None and version < held and not allow_older:
             raise self._refusal(
-                "VERSION_NOT_NEWER",
+                "VERSION_OLDER",
                 f"it holds version {held}, {version} is older",
                 field="weight_version",
                 value=version,

@@ -89,7 +89,7 @@ async def test_h44_a_lend_that_races_with_a_reclaim_is_aborted() -> None:
         first = asyncio.ensure_future(engine.stub.Reclaim(pb.ReclaimRequest(run_id=RUN)))
         await until(lambda: "sleep(2)" in recorders["h0"].calls)
         begin = pb.BeginLendRequest(run_id=RUN, lend_id="l2")
-        await refused(engine.stub.BeginLend(begin), "ABORTED", "RECLAIM_RUNNING")
+        await refused(engine.stub.BeginLend(begin), "ABORTED", "RECLAIM_UNDER_WAY")
         second = asyncio.ensure_future(engine.stub.Reclaim(pb.ReclaimRequest(run_id=RUN)))
         gate.set()
         assert kinds((await first).operation) == {"h0": "DONE"}

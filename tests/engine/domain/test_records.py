@@ -19,10 +19,11 @@ from services.engine.domain.operations import (
     Outcome,
     OutcomeKind,
 )
+from services.engine.domain.partials import KEPT, Partials
 from services.engine.domain.placement import SESSIONS_KEPT, Placement
 from services.engine.domain.rendezvous import MAX_BLOB_BYTES, Rendezvous
 from services.engine.domain.replica import UpdateKind
-from services.engine.domain.requests import Generation, Sampling, Segment, Span, default_seed
+from services.engine.domain.requests import Generation, Sampling, Segment, default_seed
 from services.engine.domain.spec import Flags, Gpu, ReplicaSpec, Role
 from services.engine.domain.tokens import Stretches
 from services.engine.domain.weights import Update, Updates, require_members, split_waves
@@ -133,6 +134,38 @@ def test_a_wrong_page_is_named(size: int, token: str, name: str) -> None:
     assert field(lambda: OperationLog("p").page(size, token)) == name
 
 
+def test_a_repeat_goes_on_with_what_is_left() -> None:
+    """Acting twice on what is done costs a reset, a pause, or a run."""
+    operation = OperationLog("p").begin("Sleep", ["a", "b"], 0.0)
+    operation.settle(Outcome("a", OutcomeKind.DONE))
+    operation.settle(Outcome.failed("b", aborted("X", "no"), 0.0))
+    operation.end(0.1)
+    assert operation.reopen() == ["b"]
+    assert operation.duration is None
+    operation.settle(Outcome("b", OutcomeKind.DONE))
+    operation.end(0.1)
+    assert operation.state is OperationState.SUCCEEDED
+
+
+def test_partial_operations_are_kept_until_they_are_made_good() -> None:
+    """By call and request_id; other content is another request."""
+    partials = Partials()
+    operation = OperationLog("p").begin("Sleep", ["a"], 0.0)
+    operation.settle(Outcome.failed("a", aborted("X", "no"), 0.0))
+    partials.keep("Sleep", "q", b"content", operation)
+    partials.keep("Sleep", "", b"content", operation)
+    assert partials.find("Sleep", "q", b"content") is operation
+    assert partials.find("Pause", "q", b"content") is None
+    assert partials.find("Sleep", "", b"content") is None
+    assert reason(lambda: partials.find("Sleep", "q", b"other")) == "REQUEST_ID_REUSED"
+    for number in range(KEPT):
+        partials.keep("Sleep", f"q{number}", b"content", operation)
+    assert partials.find("Sleep", "q", b"content") is None
+    operation.reopen()
+    partials.keep("Sleep", "q0", b"content", operation)
+    assert partials.find("Sleep", "q0", b"content") is None
+
+
 # ------------------------------------------------------------------------------------------------------------ lends
 
 
@@ -147,15 +180,27 @@ def test_one_lend_at_a_time_and_never_twice() -> None:
     assert lends.abort("l") == ()
     assert reason(lambda: lends.begin("l", ["a"])) == "LEND_CLOSED"
     assert reason(lambda: lends.require_open("l")) == "LEND_CLOSED"
-    assert reason(lambda: lends.require_open("x")) == "LEND_NOT_FOUND"
+    assert reason(lambda: lends.require_open("x")) == "LEND_UNKNOWN"
     assert reason(lambda: lends.begin("m", [])) == "NO_REPLICA"
 
 
-def test_an_abort_that_overtakes_its_lend_wins() -> None:
-    """Networks reorder."""
+def test_an_abort_of_a_lend_that_is_not_open() -> None:
+    """A repeat is fine; one that names another lend, or one that was reclaimed, is told so."""
     lends = Lends()
-    lends.abort("l")
-    assert reason(lambda: lends.begin("l", ["a"])) == "LEND_CLOSED"
+    assert reason(lambda: lends.abort("l")) == "LEND_UNKNOWN"
+    lends.begin("l", ["a"])
+    lends.reclaim(["a"])
+    lends.reclaimed(["a"])
+    assert reason(lambda: lends.abort("l")) == "LEND_CLOSED"
+
+
+def test_a_replica_that_registers_joins_the_open_lend() -> None:
+    """It would stay out of the whole lend otherwise."""
+    lends = Lends()
+    assert lends.join("b") == ""
+    lends.begin("l", ["c"])
+    assert lends.join("b") == "l"
+    assert lends.require_open("l") == ("b", "c")
 
 
 def test_a_reclaim_closes_the_lend_with_its_last_member() -> None:
@@ -166,9 +211,9 @@ def test_a_reclaim_closes_the_lend_with_its_last_member() -> None:
     assert lends.require_open("l") == ("b",)
     lends.reclaim(["a", "b"])
     assert reason(lambda: lends.require_open("l")) == "LEND_CLOSED"
-    assert reason(lambda: lends.begin("m", ["a"])) == "RECLAIM_RUNNING"
+    assert reason(lambda: lends.begin("m", ["a"])) == "RECLAIM_UNDER_WAY"
     lends.reclaimed(["a"])
-    assert reason(lambda: lends.begin("m", ["a"])) == "RECLAIM_RUNNING"
+    assert reason(lambda: lends.begin("m", ["a"])) == "RECLAIM_UNDER_WAY"
     lends.reclaimed(["a", "b"])
     assert lends.begin("m", ["a"]) == ("a",)
 
@@ -177,6 +222,7 @@ def test_closed_lends_are_forgotten_in_the_end() -> None:
     """A run of months must not fill memory with ids."""
     lends = Lends()
     for number in range(CLOSED_KEPT + 1):
+        lends.begin(f"l{number}", ["a"])
         lends.abort(f"l{number}")
     assert lends.begin("l0", ["a"]) == ("a",)
 
@@ -196,12 +242,17 @@ def test_a_transaction_goes_wave_by_wave() -> None:
     update = Update("u", UpdateKind.AWAKE, 1, later=split_waves(["a", "b", "c"], staggered=True))
     updates = Updates()
     updates.add(update)
+    assert reason(lambda: update.require_wave(0)) == "WAVE_NOT_OPEN"
     assert (update.next_wave(), update.remaining) == (("a", "b"), ["c"])
+    update.require_wave(0)
+    assert reason(lambda: update.require_wave(1)) == "WAVE_NOT_OPEN"
     assert update.next_wave() == ()
     require_members(update, ["a"], "acks")
     assert reason(lambda: require_members(update, ["c"], "acks")) == "NOT_IN_WAVE"
     update.drop("a")
-    update.drop("b")
+    require_members(update, ["a"], "acks")
+    update.leave_out("b")
+    assert reason(lambda: require_members(update, ["b"], "acks")) == "NOT_IN_WAVE"
     assert not update.complete
     assert update.next_wave() == ("c",)
     update.drop("c")
@@ -216,7 +267,7 @@ def test_closed_transactions_are_remembered_for_a_while() -> None:
         update = Update(f"u{number}", UpdateKind.ASLEEP, number)
         updates.add(update)
         update.closed = number != 129
-    assert reason(lambda: updates.find("u0")) == "UPDATE_NOT_FOUND"
+    assert reason(lambda: updates.find("u0")) == "UPDATE_UNKNOWN"
     assert reason(lambda: updates.require_open("u128")) == "UPDATE_CLOSED"
     assert [update.update_id for update in updates.open] == ["u129"]
     assert updates.require_open("u129").version == 129
@@ -343,6 +394,15 @@ def test_a_meeting_waits_for_all_and_answers_repeats() -> None:
     assert not rendezvous.join("u", "nccl", "a", ["a", "b"], b"1").full
 
 
+def test_the_bytes_of_a_meeting_fit_into_one_answer() -> None:
+    """gRPC clients take 4 MiB by default."""
+    rendezvous = Rendezvous()
+    ranks = [f"r{number}" for number in range(4)]
+    for rank in ranks[:3]:
+        rendezvous.join("u", "m", rank, ranks, bytes(MAX_BLOB_BYTES))
+    assert field(lambda: rendezvous.join("u", "m", "r3", ranks, b"1")) == "blob"
+
+
 @pytest.mark.parametrize(
     ("fields", "wrong"),
     [
@@ -351,7 +411,7 @@ def test_a_meeting_waits_for_all_and_answers_repeats() -> None:
         ({"participants": ["a", ""]}, "BAD_ID"),
         ({"participant": "c"}, "INVALID_ARGUMENT"),
         ({"participants": ["a", "b", "c"]}, "PARTICIPANTS_DIFFER"),
-        ({"blob": b"other"}, "BLOB_DIFFERS"),
+        ({"blob": b"other"}, "BLOB_CHANGED"),
         ({"blob": bytes(MAX_BLOB_BYTES + 1)}, "INVALID_ARGUMENT"),
     ],
 )
@@ -430,16 +490,35 @@ def test_a_wrong_request_is_named(fields: dict[str, Any], name: str) -> None:
     assert field(made(**fields).validate) == name
 
 
-def test_segments_follow_the_spans_of_an_engine() -> None:
+def test_segments_follow_replicas_and_versions() -> None:
     """Every token has a replica and a version, and interrupted segments say so."""
-    request = made(session_id="s")
+    request = made(segments=[Segment(1, 6, "old")], output=Stretches([[9]]), session_id="s")
     request.validate()
-    request.append([1, 2, 3], [-0.5])
-    request.close_stretch("a", [Span(2, 7), Span(0, 8), Span(1, 9)], continued=True)
-    request.close_stretch("b", [Span(0, 9)], continued=False)
-    assert request.segments == [Segment(2, 7, "a", True), Segment(1, 9, "a", True)]
-    request.close_stretch("b", [Span(1, 9), Span(2, 10)], continued=False)
-    assert [segment.continued for segment in request.segments[2:]] == [True, False]
+    request.append("a", 7, [1, 2], [-0.5, -0.5])
+    request.append("a", 7, [3], [])
+    request.append("a", 8, [], [])
+    request.append("a", 8, [4], [])
+    assert request.segments == [Segment(1, 6, "old", True), Segment(3, 7, "a", True), Segment(1, 8, "a")]
+    request.leave()
+    assert request.segments[-1].continued is False
+    request.append("a", 8, [5], [])
+    assert request.segments[2:] == [Segment(1, 8, "a", True), Segment(1, 8, "a")]
+    assert len(request.output) == 6
+
+
+def test_a_piece_never_mixes_segments() -> None:
+    """A client that adds deltas up has to know where the policy changed."""
+    request = made()
+    request.append("a", 7, [1], [])
+    request.append("a", 7, [2], [])
+    request.append("a", 8, [3], [])
+    pieces = request.take()
+    assert [(p.weight_version, p.token_ids, p.new_segment) for p in pieces] == [(7, [[1], [2]], True), (8, [[3]], True)]
+    assert request.take() == []
+    request.append("a", 8, [4], [])
+    request.leave()
+    request.append("b", 8, [5], [])
+    assert [(p.replica_id, p.new_segment) for p in request.take()] == [("a", False), ("b", True)]
 
 
 def test_the_default_seed_is_the_requests_own() -> None:

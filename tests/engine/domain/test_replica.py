@@ -280,9 +280,11 @@ def test_how_an_update_makes_replicas_ready(
 def test_updates_that_cannot_begin() -> None:
     """Refused before anything happened."""
     replica = made(Role.STANDALONE, replace(AWAKE, weight_version=5))
-    assert reason(lambda: replica.check_update(UpdateKind.AWAKE, 4, adapter=False)) == "VERSION_NOT_NEWER"
+    assert reason(lambda: replica.check_update(UpdateKind.AWAKE, 4, adapter=False)) == "VERSION_OLDER"
     assert reason(lambda: replica.check_update(UpdateKind.ASLEEP, 6, adapter=False)) == "REPLICA_SERVING"
     replica.check_update(UpdateKind.AWAKE, 5, adapter=False)
+    replica.check_update(UpdateKind.AWAKE, 4, adapter=False, allow_older=True)
+    made(state=replace(ASLEEP, weight_version=5)).check_update(UpdateKind.ASLEEP, 4, adapter=False)
     replica.check_update(UpdateKind.AWAKE, 0, adapter=True)
     assert reason(lambda: made(state=ASLEEP).open_update("u", UpdateKind.AWAKE, keep=False)) == "TAG_ASLEEP"
 
@@ -296,7 +298,7 @@ def test_an_adapter_update_leaves_the_base_as_it_was() -> None:
     replica.close_update()
     assert (replica.weight_version, replica.adapter_version, replica.weights) == (3, 9, Weights.INTACT)
     assert reason(replica.plan_resume) == "CACHE_OLDER_THAN_WEIGHTS"
-    assert reason(lambda: replica.check_update(UpdateKind.AWAKE, 8, adapter=True)) == "VERSION_NOT_NEWER"
+    assert reason(lambda: replica.check_update(UpdateKind.AWAKE, 8, adapter=True)) == "VERSION_OLDER"
 
 
 def test_a_commit_refills_kv_and_starts_again() -> None:
