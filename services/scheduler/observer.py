@@ -59,7 +59,8 @@ class Observer:
             except TurnoutError as error:
                 if error.code is Code.UNIMPLEMENTED:
                     return
-                if error.reason == "EVENTS_TRIMMED":
+                if error.reason in ("EVENTS_TRIMMED", "EVENTS_AHEAD"):
+                    # Gone, or of another life of the buffer: what happens from now on is better than nothing for ever.
                     self.next_group_event = None
             except Exception:
                 _log.exception("following a run failed", run_id=self._hosted.run.run_id)

@@ -167,6 +167,17 @@ def test_trimmed_events_are_an_error_never_a_gap() -> None:
     assert caught.value.metadata["first"] == str(log.first)
 
 
+def test_numbers_of_another_life_are_an_error_never_a_silence() -> None:
+    """A consumer that went on after a restart of the service heard nothing until the new run was as long as the old."""
+    log = EventLog(limit=100)
+    log.append(StepBegan(1), 0.0, 0.0)
+    assert log.read(2, 1) == []
+    with pytest.raises(TurnoutError) as caught:
+        log.read(3, 1)
+    assert (caught.value.code, caught.value.reason) == (Code.OUT_OF_RANGE, "EVENTS_AHEAD")
+    assert caught.value.metadata["next_sequence"] == "2"
+
+
 def test_listeners_hear_of_every_event_until_they_stop() -> None:
     """A watcher that missed a wake-up would hang until the next event."""
     log = EventLog(limit=10)
