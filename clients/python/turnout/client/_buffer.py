@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
+from collections.abc import AsyncGenerator, Generator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, Final, cast
+from typing import Any, cast
 
 from turnout.buffer.v1 import buffer_pb2, buffer_pb2_grpc
-from turnout.client._calls import BlockingCallChannel, duration, new_request_id, seconds
+from turnout.client._calls import BlockingCallChannel, duration, new_request_id
 from turnout.client._client import AsyncClient, Client
 from turnout.client._errors import TurnoutError, is_retryable, stream_ended
 from turnout.client._link import Link, iterate_blocking, run_blocking
@@ -17,13 +17,7 @@ from turnout.client._options import ClientOptions
 from turnout.client._payloads import INLINE_BYTES, Bytes, Download, put_frames, size_of
 from turnout.client._refills import RefillFn, Refills
 from turnout.client._retry import Attempts, Outage
-from turnout.client._waits import Arming, hold
-
-ProgressFn = Callable[[buffer_pb2.WaitProgress], Awaitable[None] | None]
-"""Called with every PROGRESS event of a wait."""
-
-UNFINISHED: Final = (buffer_pb2.WAIT_OUTCOME_TIMED_OUT, buffer_pb2.WAIT_OUTCOME_HELD)
-"""Outcomes that say no more than that the time of an arming is over."""
+from turnout.client._waits import UNFINISHED, Arming, ProgressFn
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +79,9 @@ class AsyncBufferClient(AsyncClient):
             self.calls.WaitForSampleable,
             arm,
             request,
-            refills,
-            on_progress,
             again=lambda done: done.outcome in UNFINISHED,
+            refills=refills,
+            on_progress=on_progress,
         )
         return cast(buffer_pb2.WaitDone, done)
 
@@ -123,9 +117,9 @@ class AsyncBufferClient(AsyncClient):
             self.calls.Sample,
             arm,
             request,
-            refills,
-            on_progress,
             again=lambda done: done.outcome in UNFINISHED or torn(done),
+            refills=refills,
+            on_progress=on_progress,
             on_groups=lambda part: groups.extend(part.groups),
         )
         if torn(done):
@@ -211,34 +205,6 @@ class AsyncBufferClient(AsyncClient):
     def _refills_of(self, request: Any, refill_fn: RefillFn | None) -> Refills:
         epoch = request.epoch if request.HasField("epoch") else None
         return self.refills(refill_fn, run_id=request.run_id, partition=request.partition, epoch=epoch)
-
-    async def _hold(
-        self,
-        call: Any,
-        arm: Callable[[Arming], Any],
-        request: Any,
-        refills: Refills,
-        on_progress: ProgressFn | None,
-        *,
-        again: Callable[[Any], bool],
-        on_groups: Callable[[buffer_pb2.SampledGroups], None] | None = None,
-    ) -> Any:
-        async def on_event(name: str, event: Any) -> None:
-            if name == "groups" and on_groups is not None:
-                on_groups(event)
-            elif name == "refill_due":
-                await refills.pay(event, request.step)
-            elif name == "progress" and on_progress is not None:
-                await self.link.invoke(on_progress, event)
-
-        return await hold(
-            self._policy,
-            call,
-            arm,
-            max_wait=seconds(request.max_wait) if request.HasField("max_wait") else None,
-            again=again,
-            on_event=on_event,
-        )
 
 
 class BufferClient(Client):

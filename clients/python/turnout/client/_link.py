@@ -149,6 +149,16 @@ async def _next(items: AsyncGenerator[T, None]) -> T:
     return await items.__anext__()
 
 
+def _bind(channel: Any, method: Method) -> Any:
+    """Return what makes the call over a channel, blocking or asyncio."""
+    return getattr(channel, method.shape)(
+        method.path,
+        request_serializer=method.serializer,
+        response_deserializer=method.deserializer,
+        _registered_method=True,
+    )
+
+
 class BlockingLink:
     """A link over blocking stubs: it has no event loop, and may be used from any number of threads."""
 
@@ -211,12 +221,7 @@ class BlockingLink:
                 channel = self._channels.get(method.waiting)
                 if channel is None:
                     channel = self._channels[method.waiting] = self._open()
-                self._callables[method.path] = getattr(channel, method.shape)(
-                    method.path,
-                    request_serializer=method.serializer,
-                    response_deserializer=method.deserializer,
-                    _registered_method=True,
-                )
+                self._callables[method.path] = _bind(channel, method)
             return self._callables[method.path]
 
     def _open(self) -> grpc.Channel:
@@ -312,12 +317,7 @@ class AsyncLink:
             channel = self._channels.get(method.waiting)
             if channel is None:
                 channel = self._channels[method.waiting] = self._open()
-            self._callables[method.path] = getattr(channel, method.shape)(
-                method.path,
-                request_serializer=method.serializer,
-                response_deserializer=method.deserializer,
-                _registered_method=True,
-            )
+            self._callables[method.path] = _bind(channel, method)
         return self._callables[method.path]
 
     def _open(self) -> grpc.aio.Channel:

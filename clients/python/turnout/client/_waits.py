@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
+from turnout.buffer.v1 import buffer_pb2
 from turnout.client._calls import CallPolicy, Messages
 from turnout.client._errors import TurnoutError, is_retryable, stream_ended
 from turnout.client._retry import Outage
@@ -20,6 +21,13 @@ _LONGEST_ARMING_S: Final = 3600.0
 
 _ENDED_S: Final = 0.2
 """Services answer TIMED_OUT 0.1 s before the deadline; with less than this left, the time is over."""
+
+
+ProgressFn = Callable[[buffer_pb2.WaitProgress], Awaitable[None] | None]
+"""Called with every PROGRESS event of a wait."""
+
+UNFINISHED: Final = (buffer_pb2.WAIT_OUTCOME_TIMED_OUT, buffer_pb2.WAIT_OUTCOME_HELD)
+"""Outcomes that say no more than that the time of an arming is over."""
 
 
 @dataclass(frozen=True, slots=True)
