@@ -13,7 +13,17 @@ import pytest
 
 from tests.client.fakes import Asked, FakeService, events, failing, fake, in_turn
 from turnout.buffer.v1 import buffer_pb2
-from turnout.client import ClientOptions, NotFound, PartialFailure, RetryPolicy, StaleEpoch, Timeouts, duration, seconds
+from turnout.client import (
+    Aborted,
+    ClientOptions,
+    NotFound,
+    PartialFailure,
+    RetryPolicy,
+    StaleEpoch,
+    Timeouts,
+    duration,
+    seconds,
+)
 from turnout.engine.v1 import engine_pb2
 from turnout.scheduler.v1 import events_pb2, scheduler_pb2
 from turnout.trainer import AsyncTrainerHooks, Moved, NotReached, TrainerHooks, TrainerSetup, WeightTarget, resume_from
@@ -352,6 +362,29 @@ def test_a_lend_within_a_step_installs_weights_and_asks_again(world: World) -> N
         hooks.on_sample_begin(1, 0)
     assert [request.attempt for request in world.requests("BeginSample")] == [0, 1]
     assert world.names()[-3:] == ["CompleteLend", "BeginSample", "CloseRun"]
+
+
+def test_a_lend_within_a_step_is_fulfilled_once_though_the_hook_is_called_again(world: World) -> None:
+    """After an error in the wait that follows a lend, the same attempt would give the same lend, closed by now."""
+
+    def begun(**answer: Any) -> Any:
+        return events(scheduler_pb2.BeginSampleResponse(done=scheduler_pb2.BeginSampleDone(**answer)))
+
+    world.scheduler.script["BeginSample"] = in_turn(
+        begun(lend=LEND), failing(grpc.StatusCode.ABORTED, "RECLAIM_FAILED"), begun(proceed=scheduler_pb2.Proceed())
+    )
+    with TrainerHooks.open(world.setup()) as hooks:
+        with pytest.raises(Aborted):
+            hooks.on_sample_begin(1, 0)
+        hooks.on_sample_begin(1, 0)
+        hooks.on_sample_begin(1, 1)
+    assert [(asked.mini_batch, asked.attempt) for asked in world.requests("BeginSample")] == [
+        (0, 0),
+        (0, 1),
+        (0, 1),
+        (1, 0),
+    ]
+    assert world.names().count("CompleteLend") == 1
 
 
 # -------------------------------------------------------------------------------------------------------------- weights

@@ -89,6 +89,8 @@ class AsyncTrainerHooks:
         self._allow_older = opened.allow_older
         self._cursor = opened.cursor
         self._sample_began: float | None = None
+        self._next_attempt: dict[tuple[int, int], int] = {}
+        """Where BeginSample goes on for the mini-batch, by step and number, that GPUs were last lent within."""
         self._releases: dict[tuple[int, int], int] = {}
         self._refills = buffer.refills(
             setup.refill_fn, run_id=setup.run_id, partition=setup.partition, epoch=self.epoch
@@ -243,9 +245,11 @@ class AsyncTrainerHooks:
         the GPUs are back.
         """
         self._check()
-        attempt, metrics = 0, dict[str, float]()
+        key = (step, mini_batch)
+        metrics: dict[str, float] = {}
         while True:
-            done, attempt = await self.scheduler.begin_sample(
+            attempt = self._next_attempt.get(key, 0)
+            done, next_attempt = await self.scheduler.begin_sample(
                 scheduler_pb2.BeginSampleRequest(
                     run_id=self.setup.run_id,
                     epoch=self.epoch,
@@ -262,6 +266,8 @@ class AsyncTrainerHooks:
             if not done.HasField("lend"):
                 break
             await self._lending.fulfil(done.lend, self._callback(update_weights))
+            # Kept, so that a repeat after an error goes on from here instead of fulfilling the lend a second time.
+            self._next_attempt = {key: next_attempt}
         self._sample_began = self.scheduler.link.now()
         return metrics
 
