@@ -1592,7 +1592,8 @@ class WatchRunRequest(google.protobuf.message.Message):
     """The run."""
     from_sequence: builtins.int
     """First sequence number wanted; 0 or 1: from the start. Unset: only what happens from now on. Older than what is kept:
-    OUT_OF_RANGE / EVENTS_TRIMMED with the first kept number in the metadata.
+    OUT_OF_RANGE / EVENTS_TRIMMED with the first kept number in the metadata; above the next one (the service has lost
+    the run meanwhile): OUT_OF_RANGE / EVENTS_AHEAD.
     """
     no_follow: builtins.bool
     """True: the stream ends after the last present event instead of following."""
