@@ -1,4 +1,8 @@
-"""Clients of the replay buffer."""
+"""Clients of the replay buffer.
+
+Invariants: a batch is handed out once and whole, however often its Sample was armed; a watch of groups goes on behind
+the last event that was yielded; a payload arrives whole and unharmed or raises DataLoss.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Clients of the engine controller."""
+"""Clients of the engine controller.
+
+Invariant: output seen before a cut counts for nothing; the request is made again from its beginning, under a new id.
+"""
 
 from __future__ import annotations
 

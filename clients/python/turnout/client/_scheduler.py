@@ -1,4 +1,8 @@
-"""Clients of the switch scheduler."""
+"""Clients of the switch scheduler.
+
+Invariants: a wait that was torn is taken up with the same attempt, one that timed out with the next; a watch goes on
+behind the last event that was yielded.
+"""
 
 from __future__ import annotations
 
