@@ -178,7 +178,7 @@ class Steps:
 
     async def _lend(self, kind: LendKind, weight_version: int) -> tuple[Lend | None, str]:
         """A lend that began, or why it did not."""
-        lend = Lend(self._hosted.tools.new_id(), kind, weight_version)
+        lend = Lend(self._hosted.tools.new_id(), kind, weight_version, self._hosted.run.resumed)
         try:
             await lending.begin(self._hosted, lend, keep_sessions=kind is LendKind.VALIDATION)
         except TurnoutError as error:
@@ -216,8 +216,9 @@ class Steps:
             lend, _ = await self._lend(LendKind.WITHIN_STEP, key.step - 1)
             if lend is not None:
                 return Answered(Sampled(cursor, lend=lend, decision=decision), Ending.LEND, lend.lend_id)
-        if run.mode is not Mode.TRAINER:
-            # A lend that did not come about and could not be undone: PROCEED would let two use the same memory.
+        if run.modes.in_between:
+            # A lend that did not come about and could not be undone: PROCEED would let two use the same memory. A replica
+            # that fell ill since the step began is no such thing, and waits for the next step.
             await lending.ensure_trainer(hosted)
         return Answered(Sampled(cursor, depth.sampleable, decision=decision))
 
@@ -322,7 +323,7 @@ class Steps:
         hosted, run = self._hosted, self._hosted.run
         lend = None
         if run.can_lend and not run.modes.lent and run.modes.hybrids:
-            lend = Lend(hosted.tools.new_id(), LendKind.VALIDATION, step)
+            lend = Lend(hosted.tools.new_id(), LendKind.VALIDATION, step, run.resumed)
             await lending.begin(hosted, lend, keep_sessions=True)
         run.record(events.ValidationBegan(step), hosted.moment)
         return Answered(Nothing()) if lend is None else Answered(lend, Ending.LEND, lend.lend_id)

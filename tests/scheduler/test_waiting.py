@@ -311,6 +311,19 @@ async def test_a_lend_within_a_step_that_can_neither_begin_nor_be_undone_keeps_t
         assert names.count("mini_batch_began") == names.count("starvation_began") == 1
 
 
+async def test_a_hybrid_that_falls_ill_while_the_trainer_trains_does_not_stop_its_step() -> None:
+    """It was confirmed free when the step began; a reclaim that it cannot answer would end the training."""
+    async with world(create=Factory()) as w:
+        trainer = await starving_trainer(w)
+        w.engine.replicas["hybrid-0"].confirmed_free = False
+        w.engine.stubborn = {"hybrid-0"}
+        await w.engine.wake()
+        while (await trainer.run()).mode != events_pb2.MODE_RECLAIMING:
+            pass
+        assert (await trainer.begin_sample(1, 0)).HasField("proceed")
+        assert w.moves() == []
+
+
 async def test_a_wait_within_a_step_that_times_out_is_taken_up_with_the_next_attempt() -> None:
     """Deadlines are a matter of transport, not of who has the GPUs."""
     async with world(create=Factory()) as w:
