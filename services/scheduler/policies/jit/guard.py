@@ -10,8 +10,10 @@ correction that is not confirmed fades, so that a lend is tried again one day.
 # Steps that count as much as all before: a first error is not taken at its word.
 _DOUBTS = 4.0
 _KEEP = 0.93
-# Steps without a lend are predicted too short by about this share of their training, in every setting simulated.
-_HOPEFUL = 0.02
+# Gains within this share of the usual error are luck: a lend that is worth it on average only is not worth its risk.
+_CAUTION = 0.5
+# The usual error, as a share of a step's training, until it is known.
+_SCATTER = 0.1
 # How much of a correction is left after a step of the other kind.
 _FADE = 0.985
 # One step says little: an error counts as this share of the step's training at most.
@@ -19,24 +21,32 @@ _OUTLIER = 0.3
 
 
 class _Error:
-    """Mean error of one kind, in seconds, close to `guess_s` while few are known."""
+    """Errors of one kind, in seconds; the mean is shrunk towards 0, the size towards a guess, while few are known."""
 
     def __init__(self) -> None:
-        self.guess_s = 0.0
+        self.guess_scatter_s = 0.0
         self._sum = 0.0
         self._weight = 0.0
+        self._sizes = 0.0
 
     @property
     def mean_s(self) -> float:
-        return (self._sum + _DOUBTS * self.guess_s) / (self._weight + _DOUBTS)
+        return self._sum / (self._weight + _DOUBTS)
+
+    @property
+    def scatter_s(self) -> float:
+        """Mean size of the errors."""
+        return (self._sizes + _DOUBTS * self.guess_scatter_s) / (self._weight + _DOUBTS)
 
     def add(self, seconds: float) -> None:
+        self._sizes = self._sizes * _KEEP + abs(seconds)
         self._sum = self._sum * _KEEP + seconds
         self._weight = self._weight * _KEEP + 1.0
 
     def fade(self) -> None:
         self._sum *= _FADE
         self._weight *= _FADE
+        self._sizes *= _FADE
 
 
 class Guard:
@@ -55,11 +65,16 @@ class Guard:
         """What is to be added to the predicted gain of a lend, in seconds."""
         return self._alone.mean_s - self._lent.mean_s
 
+    @property
+    def margin_s(self) -> float:
+        """Seconds that a lend's predicted gain has to exceed: a share of what such predictions have missed by."""
+        return _CAUTION * self._lent.scatter_s
+
     def predicted(self, at: float, alone_s: float, lent_s: float, train_s: float) -> None:
         """A step was predicted at `at`: it ends so much later without and with a lend, `train_s` of it training."""
         self._predicted = (alone_s - train_s, lent_s - train_s)
         self._train_s = train_s
-        self._alone.guess_s = _HOPEFUL * train_s
+        self._lent.guess_scatter_s = _SCATTER * train_s
         self._since = at
         self._was_lent = False
         self._trained_s = 0.0

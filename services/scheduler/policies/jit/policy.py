@@ -215,12 +215,13 @@ class JitPolicy:
         numbers |= {
             "gain_seconds": gain_s,
             "gain_correction_seconds": self._guard.correction_s,
+            "gain_margin_seconds": self._guard.margin_s,
             "wait_alone_seconds": alone_s,
             "wait_lent_seconds": lent_s,
             "lend_for_seconds": both.lent.reclaim_in_s,
         } | self._known.numbers(now)
         # Without a wait nothing can be gained, whatever a correction says.
-        lend = gain_s > 0 and alone_s > 0
+        lend = gain_s > self._guard.margin_s and alone_s > 0
         would = f"The next step would wait {alone_s:.0f} s for rollouts"
         if not lend:
             return _at_end(False, f"{would}, and lending would not end it sooner.", numbers, wait_s=alone_s)
