@@ -234,6 +234,17 @@ def test_a_lend_at_the_start_updates_standalone_then_hybrid_replicas(world: Worl
     assert [request.allow_older for request in begun] == [True, True]
 
 
+def test_standalone_replicas_may_hold_newer_weights_as_long_as_a_resumed_trainer_runs(world: World) -> None:
+    """A replica that missed the first update after a roll-back had all later ones refused."""
+    world.scheduler.script["OpenRun"] = lambda request, context: scheduler_pb2.OpenRunResponse(
+        epoch=7, next_step=2, allow_older=True
+    )
+    with TrainerHooks.open(world.setup()) as hooks:
+        hooks.on_init_end()
+        hooks.on_step_end(2)
+    assert [request.allow_older for request in world.requests("BeginWeightUpdate")] == [True, True]
+
+
 def test_times_are_reported_in_domain_seconds(world: World) -> None:
     """The scheduler compares them with its own; wall seconds under a time scale of 0.5 would halve every cost."""
     lending(world, "EndStep")

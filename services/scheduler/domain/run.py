@@ -67,6 +67,8 @@ class Run:
         self.config = config
         self.epoch = 0
         self.is_open = False
+        self.resumed = False
+        """Whether the trainer resumed: engines that no update has reached since may hold newer weights than its own."""
         self.opened_wall = moment.wall
         self.modes = Modes()
         self.lends = Lends()
@@ -120,6 +122,7 @@ class Run:
             self.abandoned(self.lends.open, "a new trainer took the run over", moment)
         self.epoch = epoch
         self.is_open = True
+        self.resumed = resume is not None
         self.opened_wall = moment.wall
         step = 0 if resume is None else resume.step
         self.order = CallOrder(Position(step=step), config.parameter_sync_step)

@@ -336,7 +336,7 @@ class AsyncTrainerHooks:
         if response.HasField("lend"):
             moved = await self._lending.fulfil(response.lend, update)
         else:
-            moved = await self._lending.update_standalone(update, step)
+            moved = await self._lending.update_standalone(update, step, allow_older=self._allow_older)
         return {**response.metrics, **moved}
 
     # ----------------------------------------------------------------------------------------- validation, checkpoints

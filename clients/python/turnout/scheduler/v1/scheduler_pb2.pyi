@@ -249,7 +249,9 @@ class Lend(google.protobuf.message.Message):
     update_standalone: builtins.bool
     """Whether standalone replicas are to be updated first."""
     allow_older: builtins.bool
-    """Pass it to BeginWeightUpdate: engines may hold a newer version after a roll-back."""
+    """Pass it to BeginWeightUpdate: engines may hold a newer version after a roll-back. True for every lend of a trainer
+    that resumed, since its first update may have missed some.
+    """
     @property
     def replica_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Replicas that wait for weights. Empty for INIT: all hybrids registered before CompleteLend."""
@@ -533,7 +535,7 @@ class OpenRunResponse(google.protobuf.message.Message):
     next_step: builtins.int
     """Step that comes next."""
     allow_older: builtins.bool
-    """Pass it to BeginWeightUpdate of standalone replicas when `lend` is unset."""
+    """Pass it to every BeginWeightUpdate of standalone replicas that belongs to no lend."""
     time_scale: builtins.float
     """Wall seconds per domain second; 1 outside tests and demos."""
     cursor: builtins.int
