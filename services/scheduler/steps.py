@@ -217,8 +217,8 @@ class Steps:
             if lend is not None:
                 return Answered(Sampled(cursor, lend=lend, decision=decision), Ending.LEND, lend.lend_id)
         if run.modes.in_between:
-            # A lend that did not come about and could not be undone: PROCEED would let two use the same memory. A replica
-            # that fell ill since the step began is no such thing, and waits for the next step.
+            # A lend could neither begin nor be undone: PROCEED would let two use the same memory. (A replica that fell
+            # ill since the step began is no such thing, and waits for the next step.)
             await lending.ensure_trainer(hosted)
         return Answered(Sampled(cursor, depth.sampleable, decision=decision))
 
