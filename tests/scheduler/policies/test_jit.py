@@ -188,7 +188,7 @@ def test_reclaims_when_the_rest_will_be_in_time_and_says_so() -> None:
     """62 of 64 groups are there, and two of 80 have 200 s of training to arrive."""
     scene = Scene()
     scene.history()
-    lent(scene).running(80, tokens=9000)
+    lent(scene).running(80, tokens=300)
     decision = scene.waiting(2, sampleable=62, in_flight=80)
     assert decision.action is Action.RECLAIM
     assert decision.reason.startswith("Reclaimed at 62 groups: the remaining 2 should keep the trainer waiting")
