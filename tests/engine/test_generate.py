@@ -210,8 +210,8 @@ async def test_a_client_that_goes_away_frees_its_place() -> None:
     """Otherwise engines decode for nobody."""
     async with recorded("s0:standalone", scale=1.0) as (engine, recorders):
         async with requests_running(engine, 3):
-            assert len(recorders["s0"].engine._streams) == 3
-        await until(lambda: not recorders["s0"].engine._streams)
+            assert len(recorders["s0"].engine.batch.streams) == 3
+        await until(lambda: not recorders["s0"].engine.batch.streams)
         assert engine.controller.fleet.placement.load("s0") == 0
         assert in_engines(engine) == 0
 
@@ -322,7 +322,7 @@ async def test_requests_outside_generate_lower_the_covered_share() -> None:
     async with recorded("s0:standalone", scale=1.0) as (engine, recorders), requests_running(engine, 1):
         foreign = recorders["s0"].engine.generate(EngineRequest("foreign", [1], Stretches(), 100, Sampling()))
         reading = asyncio.ensure_future(anext(foreign))
-        await until(lambda: "foreign" in recorders["s0"].engine._streams)
+        await until(lambda: "foreign" in recorders["s0"].engine.batch.streams)
         report = (await engine.stub.GetProgress(pb.GetProgressRequest(run_id=RUN))).report
         assert report.covered_share == 0.5
         reading.cancel()

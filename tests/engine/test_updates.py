@@ -127,10 +127,10 @@ async def test_kept_requests_are_recomputed_under_the_new_weights() -> None:
         recorded("s0:standalone", scale=0.1) as (engine, recorders),
         requests_running(engine, 2, max_tokens=400) as tasks,
     ):
-        streams = list(recorders["s0"].engine._streams)
+        streams = list(recorders["s0"].engine.batch.streams)
         await asyncio.sleep(0.1)
         await update(engine, role("standalone"), 1, in_flight=pb.IN_FLIGHT_KEEP_RECOMPUTE)
-        assert list(recorders["s0"].engine._streams) == streams
+        assert list(recorders["s0"].engine.batch.streams) == streams
         assert "pause(keep)" in recorders["s0"].calls
         for task in tasks:
             output = await task

@@ -120,7 +120,7 @@ async def test_h39_modes_differ_for_running_requests_and_hold_new_ones(mode: str
         for _ in range(3):
             async with requests_running(engine, 3, max_tokens=300) as tasks:
                 await pause(engine, mode)
-                streams = recorders["s0"].engine._streams
+                streams = recorders["s0"].engine.batch.streams
                 assert len(streams) == (3 if mode == "KEEP" else 0)
                 if mode == "WAIT":
                     assert {len((await task).tokens) for task in tasks} == {300}

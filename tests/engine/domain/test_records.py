@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from services.engine.domain.belief import UpdateKind
 from services.engine.domain.blackout import BlackoutMeter
 from services.engine.domain.fence import Fence
 from services.engine.domain.lends import CLOSED_KEPT, Lends
@@ -22,7 +23,6 @@ from services.engine.domain.operations import (
 from services.engine.domain.partials import KEPT, Partials
 from services.engine.domain.placement import SESSIONS_KEPT, Placement
 from services.engine.domain.rendezvous import MAX_BLOB_BYTES, Rendezvous
-from services.engine.domain.replica import UpdateKind
 from services.engine.domain.requests import Generation, Sampling, Segment, default_seed
 from services.engine.domain.spec import Flags, Gpu, ReplicaSpec, Role
 from services.engine.domain.tokens import Stretches
