@@ -179,7 +179,7 @@ async def requests_running(
         for i in range(count)
     ]
     try:
-        await until(lambda: in_engines(engine) == before + count)
+        await until(lambda: in_engines(engine) == before + count, timeout=30)
         yield tasks
     finally:
         for task in tasks:

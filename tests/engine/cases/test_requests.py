@@ -95,8 +95,8 @@ async def test_h37_control_calls_do_not_queue_behind_traffic() -> None:
     """A weight sync waited on requests that could not finish, since its calls queued behind theirs."""
     async with (
         recorded("s0:standalone", "s1:standalone", scale=1.0) as (engine, recorders),
-        requests_running(engine, 1000),
-        asyncio.timeout(10),
+        requests_running(engine, 500),
+        asyncio.timeout(20),
     ):
         await replicas(engine)
         assert await serving(engine)
