@@ -12,23 +12,53 @@ from typing import Protocol
 from services.buffer.domain.deadlines import Deadlines
 from services.buffer.domain.ids import Ids
 from services.buffer.domain.outputs import InlinePayload, Output, Payload
-from services.runtime.errors import invalid_argument, not_found, require_id, resource_exhausted
+from services.runtime.errors import TurnoutError, invalid_argument, not_found, require_id, resource_exhausted
 
 # Larger payloads go through PutPayload: many inline ones travel in one message, whose size is bounded.
 MAX_INLINE_BYTES = 256 * 1024
+
+
+class Upload(Protocol):
+    """One payload on its way into a store; nothing of it can be read before `finish`."""
+
+    async def write(self, chunk: bytes) -> None:
+        """Take the next bytes, waiting while too many are in flight. Raises RESOURCE_EXHAUSTED / DISK_FULL."""
+
+    async def finish(self) -> None:
+        """Return once every byte is as durable as the store makes it; from then on the payload can be read."""
+
+    def abort(self) -> None:
+        """Forget what came; after `finish` it does nothing."""
 
 
 class PayloadStore(Protocol):
     """Where the bytes of the buffer's own payloads are."""
 
     def put(self, payload_id: str, data: bytes) -> None:
-        """Keep `data` under a new id."""
+        """Keep `data`; of an id that is kept already (a replayed record) the bytes stay as they are.
 
-    def read(self, payload_id: str, offset: int, size: int) -> bytes:
-        """Up to `size` bytes from `offset` on; the id exists."""
+        It can be read at once and is written soon; until then it is the journal's record that makes it durable.
+        """
 
     def delete(self, payload_id: str) -> None:
-        """Forget the bytes of an id that exists."""
+        """Forget the bytes of an id. They go for good once what was decided so far is durable."""
+
+    def upload(self, payload_id: str) -> Upload:
+        """Begin to take a payload in parts, under an id that was never used."""
+
+    async def room(self) -> None:
+        """Wait until there is room for more bytes to `put`. Raises RESOURCE_EXHAUSTED / DISK_FULL."""
+
+    async def read(self, payload_id: str, offset: int, size: int) -> bytes:
+        """Some bytes from `offset` on, at least one and at most `size` unless the payload ends there.
+
+        Raises NOT_FOUND / PAYLOAD_NOT_FOUND, DATA_LOSS / PAYLOAD_DAMAGED.
+        """
+
+
+def payload_not_found(payload_id: str) -> TurnoutError:
+    """No payload of that id is kept."""
+    return not_found("PAYLOAD_NOT_FOUND", "no such payload", field="id", value=payload_id)
 
 
 class MemoryPayloadStore:
@@ -41,17 +71,42 @@ class MemoryPayloadStore:
         return len(self._data)
 
     def put(self, payload_id: str, data: bytes) -> None:
-        """Keep `data` under a new id."""
-        self._data[payload_id] = data
-
-    def read(self, payload_id: str, offset: int, size: int) -> bytes:
-        """Up to `size` bytes from `offset` on; the id exists."""
-        data = self._data[payload_id]
-        return data if not offset and size >= len(data) else data[offset : offset + size]
+        """Keep `data`."""
+        self._data.setdefault(payload_id, data)
 
     def delete(self, payload_id: str) -> None:
-        """Forget the bytes of an id that exists."""
-        del self._data[payload_id]
+        """Forget the bytes of an id."""
+        self._data.pop(payload_id, None)
+
+    def upload(self, payload_id: str) -> Upload:
+        """Begin to take a payload in parts."""
+        return _MemoryUpload(self, payload_id)
+
+    async def room(self) -> None:
+        """There is room as long as there is memory."""
+
+    async def read(self, payload_id: str, offset: int, size: int) -> bytes:
+        """Up to `size` bytes from `offset` on. Raises NOT_FOUND / PAYLOAD_NOT_FOUND."""
+        data = self._data.get(payload_id)
+        if data is None:
+            raise payload_not_found(payload_id)
+        return data if not offset and size >= len(data) else data[offset : offset + size]
+
+
+class _MemoryUpload:
+    def __init__(self, store: MemoryPayloadStore, payload_id: str) -> None:
+        self._store = store
+        self._payload_id = payload_id
+        self._chunks: list[bytes] = []
+
+    async def write(self, chunk: bytes) -> None:
+        self._chunks.append(chunk)
+
+    async def finish(self) -> None:
+        self._store.put(self._payload_id, b"".join(self._chunks))
+
+    def abort(self) -> None:
+        self._chunks.clear()
 
 
 @dataclass(slots=True, eq=False)
@@ -85,11 +140,12 @@ class PayloadBook:
                 cap=limit,
             )
 
-    def upload(self, data: bytes, crc32c: int, until: float) -> Payload:
-        """Keep uploaded bytes until `until`, or for as long as something names them."""
-        payload = self._store_new(InlinePayload(data, crc32c), holders=0)
-        self._uploads.set(payload.id, until)
-        return replace(payload, inline=False)
+    def uploaded(self, payload_id: str, size: int, crc32c: int, until: float) -> Payload:
+        """Count bytes that the store holds under a new id, until `until` or for as long as something names them."""
+        self._entries[payload_id] = _Entry(size, crc32c, 0)
+        self.held += size
+        self._uploads.set(payload_id, until)
+        return Payload(payload_id, size, crc32c)
 
     def check(self, field: str, payload: Payload | InlinePayload) -> int:
         """Raise unless the payload can be named; returns the bytes that naming it would add."""
@@ -116,7 +172,7 @@ class PayloadBook:
     def keep(self, payload: Payload | InlinePayload) -> Payload:
         """Name a payload that passed `check`."""
         if isinstance(payload, InlinePayload):
-            return self._store_new(payload, holders=1)
+            return self._store_new(payload)
         if payload.store:
             self.held += payload.size
         else:
@@ -154,10 +210,6 @@ class PayloadBook:
         """Whether all of these are still kept."""
         return all(payload.store or payload.id in self._entries for payload in payloads)
 
-    def read(self, payload: Payload, offset: int, size: int) -> bytes:
-        """Up to `size` bytes of a payload of the own store, from `offset` on."""
-        return self._store.read(payload.id, offset, size)
-
     def next_expiry(self) -> float | None:
         """When the first unnamed upload ends."""
         return self._uploads.next()
@@ -173,10 +225,10 @@ class PayloadBook:
             self._forget(payload_id)
         self.held = 0
 
-    def _store_new(self, payload: InlinePayload, *, holders: int) -> Payload:
+    def _store_new(self, payload: InlinePayload) -> Payload:
         payload_id = self._ids.make("payload")
         self._store.put(payload_id, payload.data)
-        self._entries[payload_id] = _Entry(payload.size, payload.crc32c, holders)
+        self._entries[payload_id] = _Entry(payload.size, payload.crc32c, 1)
         self.held += payload.size
         return Payload(payload_id, payload.size, payload.crc32c, "", payload.content_type, inline=True)
 

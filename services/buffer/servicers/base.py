@@ -8,7 +8,6 @@ import grpc.aio
 from google.protobuf.message import Message
 
 from services.buffer.desk import Desk
-from services.buffer.domain.outputs import Payload
 from services.buffer.domain.partition import Partition
 from services.buffer.domain.payloads import PayloadStore
 from services.buffer.domain.run import Run
@@ -45,10 +44,6 @@ class BufferCalls:
         """The run and partition a request names."""
         run = self.run(run_id)
         return run, run.partition(require_id("partition", partition))
-
-    def read_inline(self, payload: Payload) -> bytes:
-        """All bytes of a payload that came inline."""
-        return self.store.read(payload.id, 0, payload.size)
 
     def wall(self, domain_seconds: float) -> float:
         """Domain seconds as wall seconds, for the time left of a lease."""

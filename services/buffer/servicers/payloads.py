@@ -1,15 +1,20 @@
 """Calls that move payload bytes."""
 
+import asyncio
 from collections.abc import AsyncIterator
+from itertools import count
 
 from google_crc32c import extend
 
+from services.buffer.desk import Desk
 from services.buffer.domain import access
 from services.buffer.domain.outputs import Payload
+from services.buffer.domain.payloads import PayloadStore
 from services.buffer.domain.run import Run
 from services.buffer.servicers.base import BufferCalls, Context
 from services.buffer.wire.outputs import ref_from, ref_to, token_from
 from services.buffer.wire.scalars import duration
+from services.runtime.draining import Draining
 from services.runtime.errors import TurnoutError, data_loss, invalid_argument, out_of_range, require_id
 from turnout.buffer.v1 import buffer_pb2 as pb
 
@@ -20,51 +25,67 @@ MAX_CHUNK_BYTES = 4 << 20
 class PayloadCalls(BufferCalls):
     """PutPayload, GetPayloads."""
 
+    def __init__(self, desk: Desk, draining: Draining, store: PayloadStore, max_message_bytes: int) -> None:
+        super().__init__(desk, draining, store, max_message_bytes)
+        self._uploads = count(1)
+
     async def PutPayload(
         self, requests: AsyncIterator[pb.PutPayloadRequest], context: Context
     ) -> pb.PutPayloadResponse:
         """Take one payload: header, chunks, end."""
-        header: pb.PutPayloadHeader | None = None
-        chunks: list[bytes] = []
+        header = await self._header(requests)
+        # Not an id that a decision makes: a replay of decisions would not come by it.
+        payload_id = f"upload-{self.desk.incarnation}-{next(self._uploads):x}"
+        upload = self.store.upload(payload_id)
         size = crc = 0
-        async for frame in requests:
-            kind = frame.WhichOneof("frame")
-            if header is None:
-                if kind != "header":
-                    raise _bad_frame(kind, "the first frame is a header")
-                header = frame.header
-                run = self.run(header.run_id)
-                if header.HasField("size") and header.size < 0:
-                    message = "size must not be negative"
-                    raise invalid_argument("header.size", message, value=header.size, reason="OUT_OF_RANGE")
-                self._check_room(run, header.size)
-            elif kind == "chunk":
-                if len(frame.chunk) > MAX_CHUNK_BYTES:
-                    message = f"a chunk has at most {MAX_CHUNK_BYTES} bytes"
-                    raise invalid_argument("chunk", message, value=len(frame.chunk), reason="CHUNK_TOO_LARGE")
-                chunks.append(frame.chunk)
-                size += len(frame.chunk)
-                crc = extend(crc, frame.chunk)
-                self._check_room(self.run(header.run_id), size)
-            elif kind == "end":
-                return self._keep(header, b"".join(chunks), crc, frame.end.crc32c)
-            else:
-                raise _bad_frame(kind, "after the header come chunks, then the end")
-        raise _bad_frame(None, "the upload ended without its last frame")
+        try:
+            async for frame in requests:
+                kind = frame.WhichOneof("frame")
+                if kind == "chunk":
+                    chunk = frame.chunk
+                    if len(chunk) > MAX_CHUNK_BYTES:
+                        message = f"a chunk has at most {MAX_CHUNK_BYTES} bytes"
+                        raise invalid_argument("chunk", message, value=len(chunk), reason="CHUNK_TOO_LARGE")
+                    size += len(chunk)
+                    self._check_room(self.run(header.run_id), size)
+                    crc = extend(crc, chunk)
+                    await upload.write(chunk)
+                elif kind == "end":
+                    _check_end(header, frame.end, size, crc)
+                    await upload.finish()
+                    return self._keep(header, payload_id, size, crc)
+                else:
+                    raise _bad_frame(kind, "after the header come chunks, then the end")
+            raise _bad_frame(None, "the upload ended without its last frame")
+        finally:
+            upload.abort()
+
+    async def _header(self, requests: AsyncIterator[pb.PutPayloadRequest]) -> pb.PutPayloadHeader:
+        frame = await anext(requests, None)
+        kind = None if frame is None else frame.WhichOneof("frame")
+        if frame is None or kind != "header":
+            raise _bad_frame(kind, "the first frame is a header")
+        header = frame.header
+        run = self.run(header.run_id)
+        if header.HasField("size") and header.size < 0:
+            message = "size must not be negative"
+            raise invalid_argument("header.size", message, value=header.size, reason="OUT_OF_RANGE")
+        self._check_room(run, header.size)
+        return header
 
     def _check_room(self, run: Run, size: int) -> None:
         run.state.payloads.check_room(size, run.state.config.caps.max_bytes, "size")
 
-    def _keep(self, header: pb.PutPayloadHeader, data: bytes, crc: int, claimed: int) -> pb.PutPayloadResponse:
-        run = self.run(header.run_id)
-        if header.HasField("size") and header.size != len(data):
-            message = f"the header said {header.size} bytes, {len(data)} came"
-            raise invalid_argument("header.size", message, value=header.size, reason="SIZE_MISMATCH")
-        if crc != claimed:
-            message = f"the bytes have CRC32C {crc:#010x}, the sender says {claimed:#010x}"
-            raise data_loss("CRC_MISMATCH", message, field="end.crc32c", value=claimed, computed=crc)
+    def _keep(self, header: pb.PutPayloadHeader, payload_id: str, size: int, crc: int) -> pb.PutPayloadResponse:
+        try:
+            # The run may have been deleted, or filled by others, since the upload began.
+            run = self.run(header.run_id)
+            self._check_room(run, size)
+        except TurnoutError:
+            self.store.delete(payload_id)
+            raise
         lease = run.state.config.lease_times.payload
-        payload = run.state.payloads.upload(data, crc, self.desk.clock.now() + lease)
+        payload = run.state.payloads.uploaded(payload_id, size, crc, self.desk.clock.now() + lease)
         self.desk.rearm(run)
         return pb.PutPayloadResponse(ref=ref_to(payload), lease=duration(self.wall(lease)))
 
@@ -109,13 +130,40 @@ class PayloadCalls(BufferCalls):
     ) -> AsyncIterator[pb.GetPayloadsResponse]:
         header = pb.GetPayloadsHeader(ref_index=position, offset=offset)
         yield pb.GetPayloadsResponse(header=header)
-        while offset < payload.size:
-            # The run may have been deleted since.
-            self.desk.parking(run)
-            chunk = run.state.payloads.read(payload, offset, SENT_CHUNK_BYTES)
-            offset += len(chunk)
-            yield pb.GetPayloadsResponse(chunk=chunk)
+        # The next bytes are read while the present ones are sent.
+        ahead = self._read_ahead(payload, offset)
+        try:
+            while offset < payload.size:
+                chunk = await ahead
+                # The run may have been deleted since.
+                self.desk.parking(run)
+                offset += len(chunk)
+                ahead = self._read_ahead(payload, offset)
+                yield pb.GetPayloadsResponse(chunk=chunk)
+        finally:
+            await _drop(ahead)
         yield pb.GetPayloadsResponse(end=pb.GetPayloadsEnd(crc32c=payload.crc32c))
+
+    def _read_ahead(self, payload: Payload, offset: int) -> asyncio.Task[bytes]:
+        async def read() -> bytes:
+            return await self.store.read(payload.id, offset, SENT_CHUNK_BYTES) if offset < payload.size else b""
+
+        return asyncio.create_task(read())
+
+
+async def _drop(task: asyncio.Task[bytes]) -> None:
+    """Let go of bytes that nobody will be sent, and of an error in reading them."""
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+def _check_end(header: pb.PutPayloadHeader, end: pb.PutPayloadEnd, size: int, crc: int) -> None:
+    if header.HasField("size") and header.size != size:
+        message = f"the header said {header.size} bytes, {size} came"
+        raise invalid_argument("header.size", message, value=header.size, reason="SIZE_MISMATCH")
+    if crc != end.crc32c:
+        message = f"the bytes have CRC32C {crc:#010x}, the sender says {end.crc32c:#010x}"
+        raise data_loss("CRC_MISMATCH", message, field="end.crc32c", value=end.crc32c, computed=crc)
 
 
 def _bad_frame(kind: str | None, message: str) -> TurnoutError:

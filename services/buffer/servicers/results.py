@@ -25,6 +25,7 @@ class ResultCalls(BufferCalls):
         self, request: pb.FinishTrajectoriesRequest, context: Context
     ) -> pb.FinishTrajectoriesResponse:
         """Settle trajectories with their results."""
+        await self.store.room()
         run, partition = self.place(request.run_id, request.partition)
 
         def execute() -> pb.FinishTrajectoriesResponse:
@@ -57,6 +58,7 @@ class ResultCalls(BufferCalls):
                 message = f"sequence must rise: {batch.sequence} follows {last}"
                 raise invalid_argument("batch.sequence", message, value=batch.sequence, reason="OUT_OF_RANGE")
             last = batch.sequence
+            await self.store.room()
             run, partition = self.place(header.run_id, header.partition)
             yield pb.FinishStreamResponse(sequence=batch.sequence, outcomes=self._finish(run, partition, batch.results))
 
@@ -64,6 +66,7 @@ class ResultCalls(BufferCalls):
         self, request: pb.FailTrajectoriesRequest, context: Context
     ) -> pb.FailTrajectoriesResponse:
         """Report failed attempts."""
+        await self.store.room()
         run, partition = self.place(request.run_id, request.partition)
 
         def execute() -> pb.FailTrajectoriesResponse:

@@ -8,9 +8,12 @@ from services.buffer.domain.run import Run
 from services.buffer.servicers.base import BufferCalls, Context, each, optional_epoch, required_step
 from services.buffer.wire.groups import claim_size, claim_to, spec_from
 from services.buffer.wire.outputs import token_from
-from services.runtime.errors import invalid_argument, require_id
+from services.runtime.errors import Code, TurnoutError, invalid_argument, require_id
+from services.runtime.logs import get_logger
 from services.runtime.waits import deadline_after, duration_seconds, park, wait_budget
 from turnout.buffer.v1 import buffer_pb2 as pb
+
+_log = get_logger("buffer")
 
 # Below the 4 MiB that many clients accept.
 DEFAULT_CLAIM_BYTES = 3 << 20
@@ -25,6 +28,7 @@ class WorkCalls(BufferCalls):
 
     async def AddGroups(self, request: pb.AddGroupsRequest, context: Context) -> pb.AddGroupsResponse:
         """Admit prompts, all or none."""
+        await self.store.room()
         run, partition = self.place(request.run_id, request.partition)
         run.check_epoch(optional_epoch(request))
         step = required_step(request)
@@ -81,7 +85,7 @@ class WorkCalls(BufferCalls):
                 claims = await execute()
         except _NoWork:
             claims = []
-        return pb.ClaimGroupsResponse(claims=self._living(run, claims))
+        return pb.ClaimGroupsResponse(claims=self._living(run, claims, await self._prompts(claims)))
 
     async def _claim(
         self, run: Run, partition: Partition, worker_id: str, limit: int, room: int, deadline: float
@@ -119,14 +123,35 @@ class WorkCalls(BufferCalls):
             claims.append(claim)
         return claims
 
-    def _living(self, run: Run, claims: list[Claim]) -> list[pb.Claim]:
-        """The claims as messages; of a repeated answer, those that still live."""
+    async def _prompts(self, claims: list[Claim]) -> dict[str, bytes]:
+        """The inline prompts of the claims by payload id, those left out that are gone or cannot be read."""
+        prompts: dict[str, bytes] = {}
+        for claim in claims:
+            prompt = claim.group.prompt
+            if prompt is None or not prompt.inline or prompt.id in prompts:
+                continue
+            try:
+                data = await self.store.read(prompt.id, 0, prompt.size) if prompt.size else b""
+            except TurnoutError as error:
+                if error.code is not Code.NOT_FOUND:
+                    _log.error("prompt is lost", group_id=claim.group.group_id, reason=error.reason, **error.metadata)
+                continue
+            prompts[prompt.id] = data
+        return prompts
+
+    def _living(self, run: Run, claims: list[Claim], prompts: dict[str, bytes]) -> list[pb.Claim]:
+        """The claims as messages; of a repeated answer, those that still live.
+
+        A claim whose prompt cannot be read is not told either: it expires, and so the group fails in the end.
+        """
         now = self.desk.clock.now()
         messages: list[pb.Claim] = []
         for claim in claims:
             until = run.state.claims.until(claim.token.claim_id)
-            if until is not None:
-                messages.append(claim_to(claim, self.wall(until - now), self.read_inline))
+            prompt = claim.group.prompt
+            readable = prompt is None or not prompt.inline or prompt.id in prompts
+            if until is not None and readable:
+                messages.append(claim_to(claim, self.wall(until - now), lambda payload: prompts[payload.id]))
         return messages
 
     async def RenewClaims(self, request: pb.RenewClaimsRequest, context: Context) -> pb.RenewClaimsResponse:

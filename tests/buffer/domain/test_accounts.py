@@ -120,14 +120,19 @@ def book() -> tuple[PayloadBook, MemoryPayloadStore]:
     return PayloadBook(store, Ids("t")), store
 
 
-def test_bytes_live_as_long_as_something_names_them() -> None:
+def upload(payloads: PayloadBook, store: MemoryPayloadStore, payload_id: str, data: bytes, until: float) -> Payload:
+    store.put(payload_id, data)
+    return payloads.uploaded(payload_id, len(data), 7, until)
+
+
+async def test_bytes_live_as_long_as_something_names_them() -> None:
     payloads, store = book()
     kept = payloads.keep(InlinePayload(b"abc", 1))
-    uploaded = payloads.upload(b"defgh", 2, until=10.0)
+    uploaded = upload(payloads, store, "upload-1", b"defgh", until=10.0)
     assert (payloads.held, len(store)) == (8, 2)
     assert payloads.keep(uploaded) == uploaded
     payloads.expire(20.0)
-    assert payloads.read(uploaded, 1, 3) == b"efg"
+    assert await store.read(uploaded.id, 1, 3) == b"efg"
     payloads.keep(uploaded)
     assert payloads.drop([uploaded]) == 0
     assert payloads.drop([uploaded, kept]) == 8
@@ -137,7 +142,7 @@ def test_bytes_live_as_long_as_something_names_them() -> None:
 
 def test_an_upload_that_nobody_names_goes() -> None:
     payloads, store = book()
-    payloads.upload(b"x", 1, until=5.0)
+    upload(payloads, store, "upload-1", b"x", until=5.0)
     assert payloads.next_expiry() == 5.0
     payloads.expire(4.9)
     assert len(store) == 1
@@ -163,16 +168,16 @@ def test_external_payloads_count_by_declared_size() -> None:
         (InlinePayload(b"x" * (MAX_INLINE_BYTES + 1), 0), "PAYLOAD_TOO_LARGE"),
         (Payload("nope", 1, 1), "PAYLOAD_NOT_FOUND"),
         (Payload("", 1, 1), "PAYLOAD_NOT_FOUND"),
-        (Payload("payload-t-1", 4, 7), "PAYLOAD_MISMATCH"),
-        (Payload("payload-t-1", 3, 8), "PAYLOAD_MISMATCH"),
+        (Payload("upload-1", 4, 7), "PAYLOAD_MISMATCH"),
+        (Payload("upload-1", 3, 8), "PAYLOAD_MISMATCH"),
         (Payload("", 1, 1, store="ray"), "BAD_ID"),
         (Payload("k", -1, 1, store="ray"), "OUT_OF_RANGE"),
     ],
 )
 def test_a_payload_that_cannot_be_named_is_refused(payload: Payload | InlinePayload, reason: str) -> None:
-    payloads, _ = book()
-    payloads.upload(b"abc", 7, until=1.0)
-    assert payloads.check("p", Payload("payload-t-1", 3, 7)) == 0
+    payloads, store = book()
+    upload(payloads, store, "upload-1", b"abc", until=1.0)
+    assert payloads.check("p", Payload("upload-1", 3, 7)) == 0
     assert payloads.check("p", InlinePayload(b"x" * MAX_INLINE_BYTES, 0)) == MAX_INLINE_BYTES
     with pytest.raises(TurnoutError) as caught:
         payloads.check("p", payload)
