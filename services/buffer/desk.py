@@ -181,4 +181,4 @@ class Desk:
         for run in self.runs:
             due = run.next_expiry()
             if due is not None and due <= at.now:
-                self.changed(run, *run.expire(at))
+                self.changed(run, *run.expire(run.expired(at), at))

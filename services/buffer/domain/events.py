@@ -102,6 +102,20 @@ class EventRing:
             self._events[(event.sequence - 1) % self._capacity] = event
         self.next_sequence += 1
 
+    def kept(self) -> list[GroupEvent]:
+        """The kept events in order."""
+        turn = (self.next_sequence - 1) % self._capacity if len(self._events) == self._capacity else 0
+        return [*self._events[turn:], *self._events[:turn]]
+
+    def restore(self, event: GroupEvent) -> None:
+        """Append an event that `kept` gave, under its own number."""
+        position = (event.sequence - 1) % self._capacity
+        if position < len(self._events):
+            self._events[position] = event
+        else:
+            self._events.append(event)
+        self.next_sequence = event.sequence + 1
+
     def read(self, sequence: int, limit: int) -> list[GroupEvent]:
         """Up to `limit` events from `sequence` on, empty if it is not there yet.
 

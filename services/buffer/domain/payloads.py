@@ -5,7 +5,7 @@ the sum of the declared sizes of everything kept, external payloads included; a 
 that size and CRC. The bytes themselves are the business of a PayloadStore.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -46,6 +46,17 @@ class PayloadStore(Protocol):
     def upload(self, payload_id: str) -> Upload:
         """Begin to take a payload in parts, under an id that was never used."""
 
+    @property
+    def persistent(self) -> bool:
+        """Whether bytes outlive the process."""
+        ...
+
+    async def settle(self) -> None:
+        """Return once all bytes that were put so far are as durable as the store makes them, without their records."""
+
+    def retain(self, payload_ids: Collection[str]) -> None:
+        """Forget the bytes of every other id: after a restart, those whose decision was never durable."""
+
     async def room(self) -> None:
         """Wait until there is room for more bytes to `put`. Raises RESOURCE_EXHAUSTED / DISK_FULL."""
 
@@ -81,6 +92,18 @@ class MemoryPayloadStore:
     def upload(self, payload_id: str) -> Upload:
         """Begin to take a payload in parts."""
         return _MemoryUpload(self, payload_id)
+
+    @property
+    def persistent(self) -> bool:
+        """They do not outlive the process."""
+        return False
+
+    async def settle(self) -> None:
+        """Nothing is made durable."""
+
+    def retain(self, payload_ids: Collection[str]) -> None:
+        """Forget the bytes of every other id."""
+        self._data = {payload_id: self._data[payload_id] for payload_id in payload_ids if payload_id in self._data}
 
     async def room(self) -> None:
         """There is room as long as there is memory."""
@@ -214,10 +237,42 @@ class PayloadBook:
         """When the first unnamed upload ends."""
         return self._uploads.next()
 
-    def expire(self, now: float) -> None:
-        """Forget the uploads that nobody named in time."""
-        for payload_id in self._uploads.pop_due(now):
+    def expired(self, now: float) -> list[str]:
+        """The uploads that nobody named in time; they are to be forgotten now."""
+        return list(self._uploads.pop_due(now))
+
+    def forget_uploads(self, payload_ids: Iterable[str]) -> None:
+        """Forget uploads that nobody named."""
+        for payload_id in payload_ids:
+            self._uploads.discard(payload_id)
             self._forget(payload_id)
+
+    def uploads(self) -> list[Payload]:
+        """The uploads that nobody named yet."""
+        found = [(payload_id, self._entries[payload_id]) for payload_id in self._uploads.keys()]
+        return [Payload(payload_id, entry.size, entry.crc32c) for payload_id, entry in found]
+
+    def restart(self, until: float) -> None:
+        """Let every upload live until `until`."""
+        for payload_id in self._uploads.keys():
+            self._uploads.set(payload_id, until)
+
+    def adopt(self, payload: Payload, *, upload_until: float | None = None) -> None:
+        """Name a payload whose bytes the store has already, or, with a time, keep it as an upload."""
+        entry = None if payload.store else self._entries.get(payload.id)
+        if entry is None:
+            self.held += payload.size
+            if payload.store:
+                return
+            entry = self._entries[payload.id] = _Entry(payload.size, payload.crc32c, 0)
+        if upload_until is None:
+            entry.holders += 1
+        else:
+            self._uploads.set(payload.id, upload_until)
+
+    def ids(self) -> Collection[str]:
+        """Ids of everything that is kept in the own store."""
+        return self._entries.keys()
 
     def clear(self) -> None:
         """Forget everything: the run is deleted."""

@@ -57,7 +57,7 @@ def test_the_log_grows_with_the_waits_and_not_with_the_groups(monkeypatch: pytes
         for _ in range(100):
             log.record([FAILED], 1)
         log.cursor()
-    assert len(log._spans) == 3
+    assert len(log.spans) == 3
     assert log.since(400).evicted == 100
     assert log.total.evicted == 500
 
@@ -131,7 +131,7 @@ async def test_bytes_live_as_long_as_something_names_them() -> None:
     uploaded = upload(payloads, store, "upload-1", b"defgh", until=10.0)
     assert (payloads.held, len(store)) == (8, 2)
     assert payloads.keep(uploaded) == uploaded
-    payloads.expire(20.0)
+    payloads.forget_uploads(payloads.expired(20.0))
     assert await store.read(uploaded.id, 1, 3) == b"efg"
     payloads.keep(uploaded)
     assert payloads.drop([uploaded]) == 0
@@ -144,9 +144,9 @@ def test_an_upload_that_nobody_names_goes() -> None:
     payloads, store = book()
     upload(payloads, store, "upload-1", b"x", until=5.0)
     assert payloads.next_expiry() == 5.0
-    payloads.expire(4.9)
+    payloads.forget_uploads(payloads.expired(4.9))
     assert len(store) == 1
-    payloads.expire(5.0)
+    payloads.forget_uploads(payloads.expired(5.0))
     assert (len(store), payloads.held, payloads.next_expiry()) == (0, 0, None)
 
 

@@ -173,7 +173,7 @@ class PartitionMachine(RuleBasedStateMachine):
             until = self.world.run.state.claims.until(claim.token.claim_id)
             if until is not None and until <= self.world.now:
                 self.groups[claim.group.group_id].failures.update(claim.open)
-        self.world.run.expire(self.world.at)
+        self.world.run.expire(self.world.run.expired(self.world.at), self.world.at)
         self._resync()
         self._pump()
 
