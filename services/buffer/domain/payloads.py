@@ -9,6 +9,8 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from google_crc32c import extend
+
 from services.buffer.domain.deadlines import Deadlines
 from services.buffer.domain.ids import Ids
 from services.buffer.domain.outputs import InlinePayload, Output, Payload
@@ -20,6 +22,10 @@ MAX_INLINE_BYTES = 256 * 1024
 
 class Upload(Protocol):
     """One payload on its way into a store; nothing of it can be read before `finish`."""
+
+    @property
+    def crc32c(self) -> int:
+        """CRC32C of what was taken so far."""
 
     async def write(self, chunk: bytes) -> None:
         """Take the next bytes, waiting while too many are in flight. Raises RESOURCE_EXHAUSTED / DISK_FULL."""
@@ -34,8 +40,8 @@ class Upload(Protocol):
 class PayloadStore(Protocol):
     """Where the bytes of the buffer's own payloads are."""
 
-    def put(self, payload_id: str, data: bytes) -> None:
-        """Keep `data`; of an id that is kept already (a replayed record) the bytes stay as they are.
+    def put(self, payload_id: str, data: bytes, crc32c: int) -> None:
+        """Keep `data`, whose CRC32C is given; of an id that is kept already (a replayed record) the bytes stay as they are.
 
         It can be read at once and is written soon; until then it is the journal's record that makes it durable.
         """
@@ -81,7 +87,7 @@ class MemoryPayloadStore:
     def __len__(self) -> int:
         return len(self._data)
 
-    def put(self, payload_id: str, data: bytes) -> None:
+    def put(self, payload_id: str, data: bytes, crc32c: int) -> None:
         """Keep `data`."""
         self._data.setdefault(payload_id, data)
 
@@ -121,12 +127,14 @@ class _MemoryUpload:
         self._store = store
         self._payload_id = payload_id
         self._chunks: list[bytes] = []
+        self.crc32c = 0
 
     async def write(self, chunk: bytes) -> None:
         self._chunks.append(chunk)
+        self.crc32c = extend(self.crc32c, chunk)
 
     async def finish(self) -> None:
-        self._store.put(self._payload_id, b"".join(self._chunks))
+        self._store.put(self._payload_id, b"".join(self._chunks), self.crc32c)
 
     def abort(self) -> None:
         self._chunks.clear()
@@ -282,7 +290,7 @@ class PayloadBook:
 
     def _store_new(self, payload: InlinePayload) -> Payload:
         payload_id = self._ids.make("payload")
-        self._store.put(payload_id, payload.data)
+        self._store.put(payload_id, payload.data, payload.crc32c)
         self._entries[payload_id] = _Entry(payload.size, payload.crc32c, 1)
         self.held += payload.size
         return Payload(payload_id, payload.size, payload.crc32c, "", payload.content_type, inline=True)

@@ -4,8 +4,6 @@ import asyncio
 from collections.abc import AsyncIterator
 from itertools import count
 
-from google_crc32c import extend
-
 from services.buffer.desk import Desk
 from services.buffer.domain import access
 from services.buffer.domain.outputs import Payload
@@ -37,7 +35,7 @@ class PayloadCalls(BufferCalls):
         # Not an id that a decision makes: a replay of decisions would not come by it.
         payload_id = f"upload-{self.desk.incarnation}-{next(self._uploads):x}"
         upload = self.store.upload(payload_id)
-        size = crc = 0
+        size = 0
         try:
             async for frame in requests:
                 kind = frame.WhichOneof("frame")
@@ -48,12 +46,11 @@ class PayloadCalls(BufferCalls):
                         raise invalid_argument("chunk", message, value=len(chunk), reason="CHUNK_TOO_LARGE")
                     size += len(chunk)
                     self._check_room(self.run(header.run_id), size)
-                    crc = extend(crc, chunk)
                     await upload.write(chunk)
                 elif kind == "end":
-                    _check_end(header, frame.end, size, crc)
+                    _check_end(header, frame.end, size, upload.crc32c)
                     await upload.finish()
-                    return self._keep(header, payload_id, size, crc)
+                    return self._keep(header, payload_id, size, upload.crc32c)
                 else:
                     raise _bad_frame(kind, "after the header come chunks, then the end")
             raise _bad_frame(None, "the upload ended without its last frame")

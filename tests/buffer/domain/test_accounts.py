@@ -121,7 +121,7 @@ def book() -> tuple[PayloadBook, MemoryPayloadStore]:
 
 
 def upload(payloads: PayloadBook, store: MemoryPayloadStore, payload_id: str, data: bytes, until: float) -> Payload:
-    store.put(payload_id, data)
+    store.put(payload_id, data, 7)
     return payloads.uploaded(payload_id, len(data), 7, until)
 
 
