@@ -76,7 +76,7 @@ class Writer:
         self._kick = asyncio.Event()
         self._moved: asyncio.Future[None] = self._loop.create_future()
         self._new_names = False
-        self._busy = self._syncing = self._broken = False
+        self._busy = self._retire = self._syncing = self._broken = False
         self.current: Segment | None = None
         self.failure: TurnoutError | None = None
         """Why bytes are refused, while they are."""
@@ -149,8 +149,10 @@ class Writer:
         await (self.synced() if self._fsync else self.written())
 
     def retire(self) -> None:
-        """Close the newest segment, since nothing in it lives; at another time if it is being written."""
-        if self.current is not None and not self._busy:
+        """Close the newest segment, since nothing in it lives; once it is no longer being written."""
+        if self._busy:
+            self._retire = True
+        elif self.current is not None:
             self._close_current()
 
     def kick(self) -> None:
@@ -183,6 +185,9 @@ class Writer:
 
     async def _append_all(self) -> None:
         while True:
+            if self._retire and self.current is not None and not self.current.live:
+                self._close_current()
+            self._retire = False
             batch = self._take()
             if not batch:
                 if self.failure is None:
@@ -193,7 +198,7 @@ class Writer:
                 continue
             self._busy = True
             try:
-                segment = self.current or self._new_segment()
+                segment = self._newest()
                 begin, end = await self._loop.run_in_executor(self._append_thread, self._append, segment, batch)
             except OSError as error:
                 await self._refuse(batch, write_failed(error))
@@ -204,12 +209,20 @@ class Writer:
             finally:
                 self._busy = False
 
+    def _newest(self) -> Segment:
+        if self.current is None:
+            self.current = self._new_segment()
+            self._new_names = True
+        return self.current
+
     def _take(self) -> list[Part]:
-        """The next parts to write; those that were dropped meanwhile are settled."""
+        """The next parts to write, no more than the newest segment takes; dropped ones are settled."""
+        room = self._options.segment_bytes - (self.current.size if self.current else 0)
+        limit = min(_BATCH_BYTES, room)
         batch: list[Part] = []
         size = 0
         before = self._settled
-        while self._queue and size < _BATCH_BYTES and len(batch) < _BATCH_PARTS:
+        while self._queue and size < limit and len(batch) < _BATCH_PARTS:
             part = self._queue.popleft()
             if part.dropped:
                 self._settle(part)
@@ -241,9 +254,6 @@ class Writer:
         return segment.size, segment.append(buffers)
 
     def _accept(self, segment: Segment, offset: int, end: int, batch: list[Part]) -> None:
-        if self.current is not segment:
-            self.current = segment
-            self._new_names = True
         segment.size = end
         if segment not in self._unsynced:
             self._unsynced.append(segment)
