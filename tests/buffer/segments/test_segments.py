@@ -338,10 +338,19 @@ async def test_a_ballast_lets_owed_bytes_through_a_full_disk(tmp_path: Path, mon
     SmallDisk(monkeypatch, tmp_path, 12 * MIB)
     async with opened(tmp_path, small(ballast_bytes=2 * MIB)) as store:
         assert (tmp_path / "ballast").stat().st_size == 2 * MIB
-        await refused(upload(store, "refused", data_of(2, 20 * MIB)), "DISK_FULL")
+        filling = store.upload("filling")
+
+        async def fill() -> None:
+            while True:
+                await filling.write(bytes(MIB))
+
+        await refused(fill(), "DISK_FULL")
         put(store, "owed", data_of(1, 200 * KIB))
         await eventually(lambda: store.stats.in_flight_bytes == 0)
+        assert await store.read("owed", 0, MIB) == data_of(1, 200 * KIB)
         await refused(store.room(), "DISK_FULL")
+        filling.abort()
+        await eventually(lambda: not store.stats.full)
 
 
 async def test_a_failed_sync_is_fatal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
