@@ -23,7 +23,7 @@ class Deadlines:
     def __len__(self) -> int:
         return len(self._at)
 
-    def keys(self) -> list[str]:
+    def names(self) -> list[str]:
         """Whatever has a deadline."""
         return list(self._at)
 

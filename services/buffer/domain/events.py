@@ -107,14 +107,12 @@ class EventRing:
         turn = (self.next_sequence - 1) % self._capacity if len(self._events) == self._capacity else 0
         return [*self._events[turn:], *self._events[:turn]]
 
-    def restore(self, event: GroupEvent) -> None:
-        """Append an event that `kept` gave, under its own number."""
-        position = (event.sequence - 1) % self._capacity
-        if position < len(self._events):
-            self._events[position] = event
-        else:
-            self._events.append(event)
-        self.next_sequence = event.sequence + 1
+    def restore(self, events: list[GroupEvent]) -> None:
+        """Take the events that `kept` gave, under their own numbers: from the first on, or as many as fit."""
+        self._events = list(events)
+        if len(events) == self._capacity:
+            for event in events:
+                self._events[(event.sequence - 1) % self._capacity] = event
 
     def read(self, sequence: int, limit: int) -> list[GroupEvent]:
         """Up to `limit` events from `sequence` on, empty if it is not there yet.

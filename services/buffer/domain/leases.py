@@ -129,7 +129,7 @@ class LeaseBook:
         """Let everything that runs out run until `until`."""
         for lease_id in self.live:
             self.deadlines.set(lease_id, until)
-        for lease_id in self.retained.keys():
+        for lease_id in self.retained.names():
             self.retained.set(lease_id, until)
 
     def end(self, lease: Lease, state: LeaseState, now: float) -> None:

@@ -153,7 +153,7 @@ class Partition:
                     self.state.claims.release(trajectory.claim_id, index)
 
     def _remove(self, group: Group, final: GroupState) -> None:
-        self.state.touch(group)
+        self.state.touch(self.name, group)
         self.index.leave(group)
         group.state = final
         del self.groups[group.group_id]
@@ -170,7 +170,7 @@ class Partition:
     def take_back(self, groups: Iterable[Group], at: Moment) -> None:
         """Sampled groups come back, with their place by age."""
         for group in groups:
-            self.state.touch(group)
+            self.state.touch(self.name, group)
             self.index.leave(group)
             group.come_back()
             self.index.enter(group)
@@ -217,7 +217,7 @@ class Partition:
         return tuple(reasons)
 
     def _evict(self, group: Group, step: int, reasons: tuple[EvictionReason, ...], at: Moment) -> None:
-        self.state.touch(group)
+        self.state.touch(self.name, group)
         self.end_claims(group)
         self._remove(group, GroupState.EVICTED)
         self.state.payloads.drop(group.payloads())

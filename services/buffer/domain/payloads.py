@@ -41,7 +41,7 @@ class PayloadStore(Protocol):
     """Where the bytes of the buffer's own payloads are."""
 
     def put(self, payload_id: str, data: bytes, crc32c: int) -> None:
-        """Keep `data`, whose CRC32C is given; of an id that is kept already (a replayed record) the bytes stay as they are.
+        """Keep `data`, whose CRC32C is given; of an id that is kept already (a replayed record) the bytes stay.
 
         It can be read at once and is written soon; until then it is the journal's record that makes it durable.
         """
@@ -57,11 +57,15 @@ class PayloadStore(Protocol):
         """Whether bytes outlive the process."""
         ...
 
-    async def settle(self) -> None:
-        """Return once all bytes that were put so far are as durable as the store makes them, without their records."""
+    async def flush(self) -> None:
+        """Return once all that was put so far is durable without the records that brought it.
 
-    def retain(self, payload_ids: Collection[str]) -> None:
-        """Forget the bytes of every other id: after a restart, those whose decision was never durable."""
+        Raises RESOURCE_EXHAUSTED / DISK_FULL.
+        """
+
+    def retain(self, payload_ids: Iterable[str]) -> list[str]:
+        """Forget the bytes of every other id: at a start, those whose decision was never durable; returns the lost."""
+        ...
 
     async def room(self) -> None:
         """Wait until there is room for more bytes to `put`. Raises RESOURCE_EXHAUSTED / DISK_FULL."""
@@ -104,12 +108,14 @@ class MemoryPayloadStore:
         """They do not outlive the process."""
         return False
 
-    async def settle(self) -> None:
+    async def flush(self) -> None:
         """Nothing is made durable."""
 
-    def retain(self, payload_ids: Collection[str]) -> None:
+    def retain(self, payload_ids: Iterable[str]) -> list[str]:
         """Forget the bytes of every other id."""
-        self._data = {payload_id: self._data[payload_id] for payload_id in payload_ids if payload_id in self._data}
+        wanted = list(payload_ids)
+        self._data = {payload_id: self._data[payload_id] for payload_id in wanted if payload_id in self._data}
+        return [payload_id for payload_id in wanted if payload_id not in self._data]
 
     async def room(self) -> None:
         """There is room as long as there is memory."""
@@ -150,13 +156,14 @@ class _Entry:
 class PayloadBook:
     """The payloads of one run."""
 
-    __slots__ = ("_entries", "_ids", "_store", "_uploads", "held")
+    __slots__ = ("_entries", "_ids", "_pins", "_store", "_uploads", "held")
 
     def __init__(self, store: PayloadStore, ids: Ids) -> None:
         self._store = store
         self._ids = ids
         self._entries: dict[str, _Entry] = {}
         self._uploads = Deadlines()
+        self._pins: dict[str, int] = {}
         self.held = 0
 
     def check_room(self, size: int, limit: int, field: str) -> None:
@@ -237,9 +244,25 @@ class PayloadBook:
                 self._forget(payload.id)
         return before - self.held
 
-    def holds(self, payloads: Iterable[Payload]) -> bool:
-        """Whether all of these are still kept."""
-        return all(payload.store or payload.id in self._entries for payload in payloads)
+    def pin(self, payloads: Iterable[Payload]) -> None:
+        """Let the bytes of these stay in the own store until `unpin`, though nothing may name them any more by then.
+
+        Whoever reads them does this; it is no decision, and changes nothing that a decision depends on.
+        """
+        for payload in payloads:
+            if not payload.store:
+                self._pins[payload.id] = self._pins.get(payload.id, 0) + 1
+
+    def unpin(self, payloads: Iterable[Payload]) -> None:
+        """End a `pin`."""
+        for payload in payloads:
+            if payload.store:
+                continue
+            self._pins[payload.id] -= 1
+            if not self._pins[payload.id]:
+                del self._pins[payload.id]
+                if payload.id not in self._entries:
+                    self._store.delete(payload.id)
 
     def next_expiry(self) -> float | None:
         """When the first unnamed upload ends."""
@@ -257,12 +280,12 @@ class PayloadBook:
 
     def uploads(self) -> list[Payload]:
         """The uploads that nobody named yet."""
-        found = [(payload_id, self._entries[payload_id]) for payload_id in self._uploads.keys()]
+        found = [(payload_id, self._entries[payload_id]) for payload_id in self._uploads.names()]
         return [Payload(payload_id, entry.size, entry.crc32c) for payload_id, entry in found]
 
     def restart(self, until: float) -> None:
         """Let every upload live until `until`."""
-        for payload_id in self._uploads.keys():
+        for payload_id in self._uploads.names():
             self._uploads.set(payload_id, until)
 
     def adopt(self, payload: Payload, *, upload_until: float | None = None) -> None:
@@ -297,4 +320,5 @@ class PayloadBook:
 
     def _forget(self, payload_id: str) -> None:
         self.held -= self._entries.pop(payload_id).size
-        self._store.delete(payload_id)
+        if payload_id not in self._pins:
+            self._store.delete(payload_id)

@@ -108,7 +108,7 @@ def take_lease(partition: Partition, spec: LeaseSpec, at: Moment) -> Lease:
         auto_commit=spec.auto_commit,
     )
     for group in groups:
-        partition.state.touch(group)
+        partition.state.touch(partition.name, group)
         partition.index.leave(group)
         group.lease(lease.lease_id)
         partition.index.enter(group)

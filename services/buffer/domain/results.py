@@ -70,7 +70,7 @@ def finish(partition: Partition, result: Result, at: Moment) -> None:
     payloads = partition.state.payloads
     payloads.check_outputs("outputs", result.outputs)
 
-    partition.state.touch(group)
+    partition.state.touch(partition.name, group)
     outputs = payloads.keep_outputs(result.outputs)
     payloads.drop(kept_payloads(trajectory.partial))
     started = group.state is GroupState.PENDING
@@ -248,7 +248,7 @@ def _check_open(group: Group, trajectory: Trajectory, token: ClaimToken | None) 
 
 def _lose_attempt(partition: Partition, group: Group, failure: Failure, at: Moment) -> None:
     state = partition.state
-    state.touch(group)
+    state.touch(partition.name, group)
     trajectory = group.trajectories[failure.index]
     error = cut_error(failure.error)
     uses_attempt = failure.kind is not FailureKind.INTERRUPTED
@@ -275,7 +275,7 @@ def _lose_attempt(partition: Partition, group: Group, failure: Failure, at: Mome
 
 
 def _finish_group(partition: Partition, group: Group, at: Moment) -> None:
-    partition.state.touch(group)
+    partition.state.touch(partition.name, group)
     partition.end_claims(group)
     _drop_partials(partition, group)
     partition.index.leave(group)
@@ -286,7 +286,7 @@ def _finish_group(partition: Partition, group: Group, at: Moment) -> None:
 
 
 def _fail_group(partition: Partition, group: Group, error: str, at: Moment) -> None:
-    partition.state.touch(group)
+    partition.state.touch(partition.name, group)
     partition.end_claims(group)
     _drop_partials(partition, group)
     partition.index.leave(group)

@@ -19,8 +19,8 @@ from services.buffer.domain.payloads import PayloadBook
 class GroupWatcher(Protocol):
     """Somebody who reads the groups little by little and must see each as it is now."""
 
-    def before_change(self, group: Group) -> None:
-        """The group is about to change."""
+    def before_change(self, partition: str, group: Group) -> None:
+        """The group of that partition is about to change."""
 
 
 @dataclass(slots=True, eq=False)
@@ -40,7 +40,7 @@ class RunState:
     leases: LeaseBook = field(default_factory=LeaseBook)
     watchers: tuple[GroupWatcher, ...] = ()
 
-    def touch(self, group: Group) -> None:
-        """Every change of a group is announced here before it is made."""
+    def touch(self, partition: str, group: Group) -> None:
+        """Every change of a group of that partition is announced here before it is made."""
         for watcher in self.watchers:
-            watcher.before_change(group)
+            watcher.before_change(partition, group)

@@ -51,6 +51,8 @@ class SegmentStats:
 class SegmentStore:
     """A PayloadStore on a local disk. Made by `open`; all methods are called on one event loop."""
 
+    persistent = True
+
     def __init__(
         self,
         directory: Path,

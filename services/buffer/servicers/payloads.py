@@ -7,13 +7,13 @@ from itertools import count
 from services.buffer.desk import Desk
 from services.buffer.domain import access
 from services.buffer.domain.outputs import Payload
-from services.buffer.domain.payloads import PayloadStore
 from services.buffer.domain.run import Run
 from services.buffer.servicers.base import BufferCalls, Context
 from services.buffer.wire.outputs import ref_from, ref_to, token_from
 from services.buffer.wire.scalars import duration
 from services.runtime.draining import Draining
 from services.runtime.errors import TurnoutError, data_loss, invalid_argument, out_of_range, require_id
+from turnout.buffer.storage.v1 import storage_pb2 as st
 from turnout.buffer.v1 import buffer_pb2 as pb
 
 SENT_CHUNK_BYTES = 1 << 20
@@ -23,14 +23,15 @@ MAX_CHUNK_BYTES = 4 << 20
 class PayloadCalls(BufferCalls):
     """PutPayload, GetPayloads."""
 
-    def __init__(self, desk: Desk, draining: Draining, store: PayloadStore, max_message_bytes: int) -> None:
-        super().__init__(desk, draining, store, max_message_bytes)
+    def __init__(self, desk: Desk, draining: Draining, max_message_bytes: int) -> None:
+        super().__init__(desk, draining, max_message_bytes)
         self._uploads = count(1)
 
     async def PutPayload(
         self, requests: AsyncIterator[pb.PutPayloadRequest], context: Context
     ) -> pb.PutPayloadResponse:
         """Take one payload: header, chunks, end."""
+        self.desk.check_space()
         header = await self._header(requests)
         # Not an id that a decision makes: a replay of decisions would not come by it.
         payload_id = f"upload-{self.desk.incarnation}-{next(self._uploads):x}"
@@ -50,7 +51,9 @@ class PayloadCalls(BufferCalls):
                 elif kind == "end":
                     _check_end(header, frame.end, size, upload.crc32c)
                     await upload.finish()
-                    return self._keep(header, payload_id, size, upload.crc32c)
+                    answer = self._keep(header, payload_id, size, upload.crc32c)
+                    await self.desk.durable()
+                    return answer
                 else:
                     raise _bad_frame(kind, "after the header come chunks, then the end")
             raise _bad_frame(None, "the upload ended without its last frame")
@@ -82,7 +85,9 @@ class PayloadCalls(BufferCalls):
             self.store.delete(payload_id)
             raise
         lease = run.state.config.lease_times.payload
-        payload = run.state.payloads.uploaded(payload_id, size, crc, self.desk.clock.now() + lease)
+        at = self.desk.moment()
+        payload = run.state.payloads.uploaded(payload_id, size, crc, at.now + lease)
+        self.desk.record(run, st.Record(upload=st.Upload(payload_id=payload_id, size=size, crc32c=crc)), at)
         self.desk.rearm(run)
         return pb.PutPayloadResponse(ref=ref_to(payload), lease=duration(self.wall(lease)))
 
@@ -108,10 +113,10 @@ class PayloadCalls(BufferCalls):
             raise out_of_range("RESUME_BEYOND_END", message, field="resume_at", value=request.resume_at, total=total)
         # What is being read does not go away under the reader when its lease ends.
         book = run.state.payloads
-        pinned = [book.keep(ref) for ref in refs]
+        book.pin(refs)
         try:
             skip = request.resume_at
-            for position, payload in enumerate(pinned):
+            for position, payload in enumerate(refs):
                 if skip and skip >= payload.size:
                     skip -= payload.size
                     continue
@@ -119,8 +124,7 @@ class PayloadCalls(BufferCalls):
                     yield frame
                 skip = 0
         finally:
-            if run.state.payloads.holds(pinned):
-                book.drop(pinned)
+            book.unpin(refs)
 
     async def _stream(
         self, run: Run, payload: Payload, position: int, offset: int

@@ -593,7 +593,6 @@ class RunImage(google.protobuf.message.Message):
     SEQUENCE_FIELD_NUMBER: builtins.int
     NEXT_EVENT_FIELD_NUMBER: builtins.int
     PARTITIONS_FIELD_NUMBER: builtins.int
-    CLAIMS_FIELD_NUMBER: builtins.int
     UPLOADS_FIELD_NUMBER: builtins.int
     run_id: builtins.str
     """The run."""
@@ -620,10 +619,6 @@ class RunImage(google.protobuf.message.Message):
         """Its partitions."""
 
     @property
-    def claims(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ClaimImage]:
-        """Living claims; their trajectories name them."""
-
-    @property
     def uploads(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[turnout.buffer.v1.buffer_pb2.PayloadRef]:
         """Uploads that nobody named yet."""
 
@@ -640,17 +635,16 @@ class RunImage(google.protobuf.message.Message):
         sequence: builtins.int = ...,
         next_event: builtins.int = ...,
         partitions: collections.abc.Iterable[Global___PartitionImage] | None = ...,
-        claims: collections.abc.Iterable[Global___ClaimImage] | None = ...,
         uploads: collections.abc.Iterable[turnout.buffer.v1.buffer_pb2.PayloadRef] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["config", b"config"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["claims", b"claims", "config", b"config", "created_at", b"created_at", "epoch", b"epoch", "id_prefix", b"id_prefix", "next_event", b"next_event", "next_id", b"next_id", "partitions", b"partitions", "run_id", b"run_id", "sequence", b"sequence", "step", b"step", "uploads", b"uploads"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["config", b"config", "created_at", b"created_at", "epoch", b"epoch", "id_prefix", b"id_prefix", "next_event", b"next_event", "next_id", b"next_id", "partitions", b"partitions", "run_id", b"run_id", "sequence", b"sequence", "step", b"step", "uploads", b"uploads"]) -> None: ...
 
 Global___RunImage: typing_extensions.TypeAlias = RunImage
 
 @typing.final
 class ClaimImage(google.protobuf.message.Message):
-    """ClaimImage is a living claim."""
+    """ClaimImage is a living claim. Its open trajectories are those that run and name it."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -658,7 +652,6 @@ class ClaimImage(google.protobuf.message.Message):
     PARTITION_FIELD_NUMBER: builtins.int
     GROUP_ID_FIELD_NUMBER: builtins.int
     WORKER_ID_FIELD_NUMBER: builtins.int
-    OPEN_FIELD_NUMBER: builtins.int
     partition: builtins.str
     """Partition of its group."""
     group_id: builtins.str
@@ -669,10 +662,6 @@ class ClaimImage(google.protobuf.message.Message):
     def token(self) -> turnout.buffer.v1.buffer_pb2.ClaimToken:
         """Its token."""
 
-    @property
-    def open(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Its trajectories that are not settled."""
-
     def __init__(
         self,
         *,
@@ -680,12 +669,31 @@ class ClaimImage(google.protobuf.message.Message):
         partition: builtins.str = ...,
         group_id: builtins.str = ...,
         worker_id: builtins.str = ...,
-        open: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["token", b"token"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["group_id", b"group_id", "open", b"open", "partition", b"partition", "token", b"token", "worker_id", b"worker_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["group_id", b"group_id", "partition", b"partition", "token", b"token", "worker_id", b"worker_id"]) -> None: ...
 
 Global___ClaimImage: typing_extensions.TypeAlias = ClaimImage
+
+@typing.final
+class ClaimsImage(google.protobuf.message.Message):
+    """ClaimsImage is some claims."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CLAIMS_FIELD_NUMBER: builtins.int
+    @property
+    def claims(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ClaimImage]:
+        """The claims."""
+
+    def __init__(
+        self,
+        *,
+        claims: collections.abc.Iterable[Global___ClaimImage] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["claims", b"claims"]) -> None: ...
+
+Global___ClaimsImage: typing_extensions.TypeAlias = ClaimsImage
 
 @typing.final
 class TrajectoryImage(google.protobuf.message.Message):
@@ -1074,6 +1082,37 @@ class Begin(google.protobuf.message.Message):
 Global___Begin: typing_extensions.TypeAlias = Begin
 
 @typing.final
+class CheckpointEnd(google.protobuf.message.Message):
+    """CheckpointEnd is what a complete checkpoint says of itself."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: builtins.int
+    INFO_FIELD_NUMBER: builtins.int
+    SAMPLED_UNCOMMITTED_FIELD_NUMBER: builtins.int
+    run_id: builtins.str
+    """The run."""
+    @property
+    def info(self) -> turnout.buffer.v1.buffer_pb2.CheckpointInfo:
+        """What ListCheckpoints tells."""
+
+    @property
+    def sampled_uncommitted(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Groups that were leased and not committed."""
+
+    def __init__(
+        self,
+        *,
+        run_id: builtins.str = ...,
+        info: turnout.buffer.v1.buffer_pb2.CheckpointInfo | None = ...,
+        sampled_uncommitted: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["info", b"info"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["info", b"info", "run_id", b"run_id", "sampled_uncommitted", b"sampled_uncommitted"]) -> None: ...
+
+Global___CheckpointEnd: typing_extensions.TypeAlias = CheckpointEnd
+
+@typing.final
 class Part(google.protobuf.message.Message):
     """Part is one part of an image."""
 
@@ -1088,6 +1127,7 @@ class Part(google.protobuf.message.Message):
     PAYLOAD_FIELD_NUMBER: builtins.int
     RUN_END_FIELD_NUMBER: builtins.int
     CHECKPOINT_FIELD_NUMBER: builtins.int
+    CLAIMS_FIELD_NUMBER: builtins.int
     run_end: builtins.bool
     """The end of that run."""
     @property
@@ -1119,8 +1159,12 @@ class Part(google.protobuf.message.Message):
         """Bytes."""
 
     @property
-    def checkpoint(self) -> turnout.buffer.v1.buffer_pb2.CheckpointInfo:
+    def checkpoint(self) -> Global___CheckpointEnd:
         """The last part of a checkpoint."""
+
+    @property
+    def claims(self) -> Global___ClaimsImage:
+        """Claims on groups of that run."""
 
     def __init__(
         self,
@@ -1133,10 +1177,11 @@ class Part(google.protobuf.message.Message):
         events: Global___EventsImage | None = ...,
         payload: Global___PayloadPart | None = ...,
         run_end: builtins.bool = ...,
-        checkpoint: turnout.buffer.v1.buffer_pb2.CheckpointInfo | None = ...,
+        checkpoint: Global___CheckpointEnd | None = ...,
+        claims: Global___ClaimsImage | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["answers", b"answers", "begin", b"begin", "checkpoint", b"checkpoint", "events", b"events", "groups", b"groups", "leases", b"leases", "part", b"part", "payload", b"payload", "run", b"run", "run_end", b"run_end"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["answers", b"answers", "begin", b"begin", "checkpoint", b"checkpoint", "events", b"events", "groups", b"groups", "leases", b"leases", "part", b"part", "payload", b"payload", "run", b"run", "run_end", b"run_end"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["part", b"part"]) -> typing.Literal["begin", "run", "groups", "leases", "answers", "events", "payload", "run_end", "checkpoint"] | None: ...
+    def HasField(self, field_name: typing.Literal["answers", b"answers", "begin", b"begin", "checkpoint", b"checkpoint", "claims", b"claims", "events", b"events", "groups", b"groups", "leases", b"leases", "part", b"part", "payload", b"payload", "run", b"run", "run_end", b"run_end"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["answers", b"answers", "begin", b"begin", "checkpoint", b"checkpoint", "claims", b"claims", "events", b"events", "groups", b"groups", "leases", b"leases", "part", b"part", "payload", b"payload", "run", b"run", "run_end", b"run_end"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["part", b"part"]) -> typing.Literal["begin", "run", "groups", "leases", "answers", "events", "payload", "run_end", "checkpoint", "claims"] | None: ...
 
 Global___Part: typing_extensions.TypeAlias = Part
