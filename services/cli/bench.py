@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import click
 
+from services.bench.result import Result
 from services.cli.examples import with_examples
 from services.cli.lazy import Entry, LazyGroup
 from services.cli.running import run_async
 
-_BENCHES = {"idle": Entry("services.cli.bench:idle", "Processor time while 100 calls are parked.")}
+_BENCHES = {
+    "idle": Entry("services.cli.bench:idle", "Processor time while 100 calls are parked."),
+    "buffer": Entry("services.cli.bench_buffer:buffer", "The replay buffer beside a bare server."),
+}
 
 
 @click.group(
@@ -31,9 +35,12 @@ _BENCHES = {"idle": Entry("services.cli.bench:idle", "Processor time while 100 c
 @click.pass_context
 def bench(context: click.Context, as_json: bool) -> None:
     """Run all benches unless one is named."""
+    from services.cli.bench_buffer import buffer
+
     context.obj = as_json
     if context.invoked_subcommand is None:
         context.invoke(idle, as_json=as_json)
+        context.invoke(buffer, as_json=as_json)
 
 
 @click.command(
@@ -53,7 +60,12 @@ def idle(context: click.Context, seconds: float = 20, waiters: int = 100, as_jso
     from services.bench.idle import idle_share
 
     result = run_async(idle_share(seconds, waiters))
-    if as_json or context.obj:
+    show(result, as_json=as_json or bool(context.obj))
+
+
+def show(result: Result, *, as_json: bool) -> None:
+    """Print a result as soon as it is there."""
+    if as_json:
         click.echo(result.to_line())
     else:
-        click.echo(f"{result.name}: {result.value:.2f} {result.unit} (bare gRPC: {result.baseline:.2f})")
+        click.echo(f"{result.name}: {result.value:.2f} {result.unit} (bare: {result.baseline:.2f})")
