@@ -30,9 +30,9 @@ class GroupEventKind(Enum):
     PROGRESS = 11
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class GroupEvent:
-    """One thing that happened to one group; `wall` in unix seconds."""
+    """One thing that happened to one group; `wall` in unix seconds. Not frozen, for the reason given in `outputs`."""
 
     sequence: int
     wall: float

@@ -6,7 +6,7 @@ that size and CRC. The bytes themselves are the business of a PayloadStore.
 """
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 from google_crc32c import extend
@@ -220,16 +220,22 @@ class PayloadBook:
 
     def keep_outputs(self, outputs: Iterable[Output]) -> tuple[Output, ...]:
         """The outputs with every payload named; they passed `check_outputs`."""
-        return tuple(
-            output if output.payload is None else replace(output, payload=self.keep(output.payload))
-            for output in outputs
-        )
+        return tuple([self._keep_output(output) for output in outputs])
+
+    def _keep_output(self, output: Output) -> Output:
+        if output.payload is None:
+            return output
+        payload = self.keep(output.payload)
+        return Output(output.segments, output.prompt_tokens, output.rewards, payload, output.tags)
 
     def check_outputs(self, field: str, outputs: Iterable[Output]) -> None:
         """Raise unless every payload of the outputs can be named."""
         for position, output in enumerate(outputs):
-            if output.payload is not None:
-                self.check(f"{field}[{position}].payload", output.payload)
+            payload = output.payload
+            if isinstance(payload, InlinePayload) and len(payload.data) <= MAX_INLINE_BYTES:
+                continue  # Nearly all of them; the name of the field is for errors only.
+            if payload is not None:
+                self.check(f"{field}[{position}].payload", payload)
 
     def drop(self, payloads: Iterable[Payload]) -> int:
         """Something no longer names these; returns the bytes that are gone for good."""

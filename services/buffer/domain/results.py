@@ -27,9 +27,9 @@ from services.buffer.domain.trajectory import Trajectory, TrajectoryState, cut_e
 from services.runtime.errors import TurnoutError, already_exists, failed_precondition, invalid_argument, require_id
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Result:
-    """What one trajectory produced."""
+    """What one trajectory produced. Not frozen, for the reason given in `outputs`."""
 
     group_id: str
     index: int
@@ -72,7 +72,8 @@ def finish(partition: Partition, result: Result, at: Moment) -> None:
 
     partition.state.touch(partition.name, group)
     outputs = payloads.keep_outputs(result.outputs)
-    payloads.drop(kept_payloads(trajectory.partial))
+    if trajectory.partial:
+        payloads.drop(kept_payloads(trajectory.partial))
     started = group.state is GroupState.PENDING
     if started:
         partition.index.leave(group)
