@@ -29,7 +29,8 @@ from services.runtime.journal.ballast import Ballast
 _BATCH_BYTES: Final = 8 * MIB
 """Written in one go: some milliseconds of work, so that a small part does not wait long."""
 
-_BATCH_PARTS: Final = 2000
+_BATCH_PARTS: Final = 500
+"""Parts written in one go: entering them takes the event loop a few microseconds each."""
 
 _JOIN_BYTES: Final = 16 << 10
 """Data up to this size is copied together with its neighbours, since a buffer more in a system call costs more."""
