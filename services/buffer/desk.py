@@ -25,7 +25,7 @@ from services.buffer.parking import ParkedWait, PartitionParking, RunParking
 from services.buffer.storage.replay import run_prefix
 from services.buffer.wire.config import config_to
 from services.runtime.clock import Clock, ContinuedClock
-from services.runtime.errors import TurnoutError, aborted, resource_exhausted, stale_epoch
+from services.runtime.errors import TurnoutError, resource_exhausted, stale_epoch, unavailable
 from services.runtime.journal import Journal
 from services.runtime.tasks import Tick
 from turnout.buffer.storage.v1 import storage_pb2 as st
@@ -99,7 +99,7 @@ class Desk:
     def record(self, run: Run, record: st.Record, at: Moment) -> None:
         """Take down a decision on a run that was made in this turn. Raises what the journal cannot do."""
         if self.runs.get(run.run_id) is not run:
-            raise aborted("RUN_REPLACED", "the run was restored or loaded again meanwhile", run_id=run.run_id)
+            raise unavailable("RUN_REPLACED", "the run was restored or loaded again meanwhile", run_id=run.run_id)
         if self.journal is None:
             return
         record.now, record.wall = at

@@ -28,7 +28,6 @@ class BufferService(HostedService):
     def __init__(self, context: HostContext, settings: BufferSettings) -> None:
         self.desk = Desk(context.clock, MemoryPayloadStore())
         self._context = context
-        self.servicer = ReplayBufferServicer(self.desk, context.draining, settings.max_message_bytes)
         self.keeper: Keeper | None = None
         if settings.data_dir is not None:
             segments = SegmentOptions(memory_bytes=settings.payload_memory)
@@ -41,6 +40,8 @@ class BufferService(HostedService):
                 segments,
                 context.set_serving,
             )
+        checkpoints = None if self.keeper is None else self.keeper.checkpoints
+        self.servicer = ReplayBufferServicer(self.desk, context.draining, settings.max_message_bytes, checkpoints)
 
     def register(self, server: grpc.aio.Server) -> None:
         """Add the servicer."""

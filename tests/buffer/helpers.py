@@ -248,6 +248,24 @@ class Caller:
                 found[-1] += answer.chunk
         return found
 
+    async def checkpoint(self, checkpoint_id: str = "", step: int = 0) -> pb.CheckpointResponse:
+        request = pb.CheckpointRequest(run_id=self.run_id, epoch=self.epoch, step=step, checkpoint_id=checkpoint_id)
+        return await self.stub.Checkpoint(request, timeout=CALL_S)
+
+    async def restore(self, checkpoint_id: str, request_id: str = "") -> pb.RestoreResponse:
+        request = pb.RestoreRequest(
+            run_id=self.run_id, epoch=self.epoch, checkpoint_id=checkpoint_id, request_id=request_id
+        )
+        return await self.stub.Restore(request, timeout=CALL_S)
+
+    async def checkpoints(self) -> list[pb.CheckpointInfo]:
+        request = pb.ListCheckpointsRequest(run_id=self.run_id)
+        return list((await self.stub.ListCheckpoints(request, timeout=CALL_S)).checkpoints)
+
+    async def verify(self, checkpoint_id: str) -> pb.CheckpointInfo:
+        request = pb.VerifyCheckpointRequest(run_id=self.run_id, checkpoint_id=checkpoint_id)
+        return (await self.stub.VerifyCheckpoint(request, timeout=CALL_S)).checkpoint
+
 
 @dataclass
 class Buffer:

@@ -7,6 +7,7 @@ that size and CRC. The bytes themselves are the business of a PayloadStore.
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from itertools import islice
 from typing import Protocol
 
 from google_crc32c import extend
@@ -311,11 +312,14 @@ class PayloadBook:
         """Ids of everything that is kept in the own store."""
         return self._entries.keys()
 
-    def clear(self) -> None:
-        """Forget everything: the run is deleted."""
-        for payload_id in list(self._entries):
+    def clear(self, limit: int | None = None) -> bool:
+        """Forget everything, or up to `limit` payloads: the run is gone. Returns whether there is more."""
+        for payload_id in list(islice(self._entries, limit)):
             self._forget(payload_id)
+        if self._entries:
+            return True
         self.held = 0
+        return False
 
     def _store_new(self, payload: InlinePayload) -> Payload:
         payload_id = self._ids.make("payload")

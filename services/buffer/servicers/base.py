@@ -10,6 +10,7 @@ from services.buffer.desk import Desk
 from services.buffer.domain.partition import Partition
 from services.buffer.domain.payloads import PayloadStore
 from services.buffer.domain.run import Run
+from services.buffer.storage.checkpoints import Checkpoints
 from services.runtime.draining import Draining
 from services.runtime.errors import invalid_argument, require_id
 from services.runtime.idempotency import fingerprint
@@ -25,10 +26,14 @@ NOT_CONTENT = ("epoch", "max_wait", "progress_interval", "cursor")
 class BufferCalls:
     """Base of the servicer's parts."""
 
-    def __init__(self, desk: Desk, draining: Draining, max_message_bytes: int) -> None:
+    def __init__(
+        self, desk: Desk, draining: Draining, max_message_bytes: int, checkpoints: Checkpoints | None = None
+    ) -> None:
+        """Without `checkpoints` there are none."""
         self.desk = desk
         self.draining = draining
         self.max_message_bytes = max_message_bytes
+        self.checkpoints = checkpoints
 
     @property
     def store(self) -> PayloadStore:

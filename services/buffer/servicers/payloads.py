@@ -9,6 +9,7 @@ from services.buffer.domain import access
 from services.buffer.domain.outputs import Payload
 from services.buffer.domain.run import Run
 from services.buffer.servicers.base import BufferCalls, Context
+from services.buffer.storage.checkpoints import Checkpoints
 from services.buffer.wire.outputs import ref_from, ref_to, token_from
 from services.buffer.wire.scalars import duration
 from services.runtime.draining import Draining
@@ -23,8 +24,10 @@ MAX_CHUNK_BYTES = 4 << 20
 class PayloadCalls(BufferCalls):
     """PutPayload, GetPayloads."""
 
-    def __init__(self, desk: Desk, draining: Draining, max_message_bytes: int) -> None:
-        super().__init__(desk, draining, max_message_bytes)
+    def __init__(
+        self, desk: Desk, draining: Draining, max_message_bytes: int, checkpoints: Checkpoints | None = None
+    ) -> None:
+        super().__init__(desk, draining, max_message_bytes, checkpoints)
         self._uploads = count(1)
 
     async def PutPayload(

@@ -4,7 +4,7 @@ Invariants: parts may come in any order of groups, they are entered in their ord
 before `finish`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from services.buffer.domain.claims import Claim, ClaimToken
 from services.buffer.domain.group import Group
@@ -68,11 +68,18 @@ class RunBuilder:
 
     def finish(self, now: float) -> Run:
         """The run; what runs out in it does so after its full time from `now` on."""
+        for _ in self.steps(now):
+            pass
+        return self.run
+
+    def steps(self, now: float) -> Iterator[None]:
+        """Do what `finish` does in small steps."""
         run = self.run
         for name, groups in self._groups.items():
             partition = run.partitions[name]
             for group in sorted(groups, key=lambda group: group.sequence):
                 partition.put_back(group)
+                yield
             partition.index.sort_running()
         times = run.state.config.lease_times
         for image in self._claims:
@@ -82,7 +89,6 @@ class RunBuilder:
         for lease, retained in leases:
             for payload in lease.payloads() if retained else ():
                 run.state.payloads.adopt(payload)
-        return run
 
     def _claim(self, image: st.ClaimImage) -> Claim:
         group = self.run.partitions[image.partition].groups[image.group_id]

@@ -14,12 +14,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from services.buffer.desk import Desk
-from services.buffer.domain.outputs import Payload
-from services.buffer.domain.payloads import PayloadStore
 from services.buffer.segments import SegmentOptions, SegmentStore
+from services.buffer.storage.checkpoints import Checkpoints
 from services.buffer.storage.imaging import RunImaging, answers_part
 from services.buffer.storage.loading import load
-from services.buffer.wire.outputs import ref_to
+from services.buffer.storage.pauses import Pauses
 from services.runtime.errors import Code, TurnoutError, unavailable
 from services.runtime.journal import Durability, Journal, JournalOptions, JournalState, open_journal
 from services.runtime.logs import get_logger
@@ -28,25 +27,8 @@ from turnout.buffer.storage.v1 import storage_pb2 as st
 
 SCHEMA = "buffer/1"
 EXIT_FAILED = 1
-# Half of the time while a snapshot is written belongs to the calls: a slice, then as long a pause.
-SLICE_S = 0.002
 # Wall seconds between two attempts to load again, for example while the disk is full.
 RETRY_S = 1.0
-_PART_BYTES = 1 << 20
-
-
-class Pauses:
-    """Gives the event loop away after each slice of work."""
-
-    def __init__(self) -> None:
-        self._begun = time.perf_counter()
-
-    async def breathe(self) -> None:
-        """Pause if the slice is over."""
-        took = time.perf_counter() - self._begun
-        if took >= SLICE_S:
-            await asyncio.sleep(took)
-            self._begun = time.perf_counter()
 
 
 class Keeper:
@@ -70,10 +52,12 @@ class Keeper:
         self._log = get_logger("buffer")
         self._journal: Journal | None = None
         self._store: SegmentStore | None = None
+        self.checkpoints = Checkpoints(data_dir / "checkpoints")
 
     async def open(self) -> None:
         """Load what is stored, and begin. Raises TurnoutError, OSError."""
         self._dir.mkdir(parents=True, exist_ok=True)
+        await self.checkpoints.sweep()
         self._journal = await open_journal(self._dir / "journal", schema=SCHEMA, options=self._journal_options)
         if self._journal_options.durability is Durability.NONE:
             return
@@ -200,21 +184,6 @@ class Keeper:
             await self._journal.close()
         if self._store is not None:
             await self._store.close()
-
-
-async def payload_parts(store: PayloadStore, payload: Payload) -> AsyncIterator[st.Part]:
-    """The bytes of a payload as parts of an image."""
-    offset = 0
-    while offset < payload.size or not payload.size:
-        data = await store.read(payload.id, offset, _PART_BYTES) if payload.size else b""
-        part = st.Part()
-        part.payload.ref.CopyFrom(ref_to(payload))
-        part.payload.offset = offset
-        part.payload.data = data
-        yield part
-        offset += len(data)
-        if not payload.size:
-            return
 
 
 @contextmanager

@@ -77,18 +77,23 @@ class Replay:
         self._restoring.pop(run.run_id, None)
         return pb.DeleteRunResponse()
 
-    def begin_restore(self, run: Run) -> None:
+    def begin_restore(self, run: Run, step: int) -> None:
         """Collect the parts that follow."""
-        self._restoring[run.run_id] = Restoring(run, self.store)
+        self._restoring[run.run_id] = Restoring(run, self.store, step)
 
     def restore_part(self, run: Run, part: st.Part) -> None:
         """Take one part of the image."""
         self._restoring[run.run_id].feed(part)
 
-    def restored(self, run: Run, said: st.Restored, at: Moment) -> pb.RestoreResponse:
+    def restored(self, run: Run, at: Moment) -> pb.RestoreResponse:
         """Let the image take the run's place."""
         self.memory.forget_answers(run.run_id)
-        return self._restoring.pop(run.run_id).finish(self.memory.runs, said.step, at)
+        restoring = self._restoring.pop(run.run_id)
+        for _ in restoring.build(at):
+            pass
+        answer = restoring.swap(self.memory.runs, at)
+        run.clear()
+        return answer
 
 
 def run_prefix(boot_prefix: str, run: Run) -> str:
@@ -182,7 +187,7 @@ _APPLY: dict[str, Apply] = {
     "release_payload": lambda replay, run, record, at: run.release_payload(record.release_payload),
     "expire": _expire,
     "upload": _upload,
-    "restore_begun": lambda replay, run, record, at: replay.begin_restore(run),
+    "restore_begun": lambda replay, run, record, at: replay.begin_restore(run, record.restore_begun),
     "restore_part": lambda replay, run, record, at: replay.restore_part(run, record.restore_part),
-    "restored": lambda replay, run, record, at: replay.restored(run, record.restored, at),
+    "restored": lambda replay, run, record, at: replay.restored(run, at),
 }

@@ -259,26 +259,6 @@ class Upload(google.protobuf.message.Message):
 Global___Upload: typing_extensions.TypeAlias = Upload
 
 @typing.final
-class Restored(google.protobuf.message.Message):
-    """Restored says that the parts of an image before it, from the last `restore_begun` of the run on, took the place of
-    the run's content.
-    """
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    STEP_FIELD_NUMBER: builtins.int
-    step: builtins.int
-    """The run's current step from here on."""
-    def __init__(
-        self,
-        *,
-        step: builtins.int = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["step", b"step"]) -> None: ...
-
-Global___Restored: typing_extensions.TypeAlias = Restored
-
-@typing.final
 class Record(google.protobuf.message.Message):
     """Record is one decision."""
 
@@ -353,8 +333,10 @@ class Record(google.protobuf.message.Message):
     """ReleaseSample of this lease."""
     release_payload: builtins.str
     """ReleasePayload of this lease."""
-    restore_begun: builtins.bool
-    """A restore begins; parts of an image follow."""
+    restore_begun: builtins.int
+    """A restore begins, to this step; parts of an image follow."""
+    restored: builtins.bool
+    """The restore took effect: the parts since the last `restore_begun` of the run took the place of its content."""
     @property
     def boot(self) -> Global___Boot:
         """The service started."""
@@ -395,10 +377,6 @@ class Record(google.protobuf.message.Message):
     def restore_part(self) -> Global___Part:
         """Part of the image that is being restored."""
 
-    @property
-    def restored(self) -> Global___Restored:
-        """The restore took effect."""
-
     def __init__(
         self,
         *,
@@ -430,9 +408,9 @@ class Record(google.protobuf.message.Message):
         release_payload: builtins.str = ...,
         expire: Global___Expire | None = ...,
         upload: Global___Upload | None = ...,
-        restore_begun: builtins.bool = ...,
+        restore_begun: builtins.int = ...,
         restore_part: Global___Part | None = ...,
-        restored: Global___Restored | None = ...,
+        restored: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["add_groups", b"add_groups", "boot", b"boot", "claim", b"claim", "commit", b"commit", "create_run", b"create_run", "decision", b"decision", "decline_refill", b"decline_refill", "delete_run", b"delete_run", "evict_due", b"evict_due", "evict_groups", b"evict_groups", "expire", b"expire", "fail_group", b"fail_group", "fail_trajectories", b"fail_trajectories", "finish_batch", b"finish_batch", "finish_group", b"finish_group", "finish_trajectories", b"finish_trajectories", "lease", b"lease", "open_epoch", b"open_epoch", "release", b"release", "release_payload", b"release_payload", "restore_begun", b"restore_begun", "restore_part", b"restore_part", "restored", b"restored", "seal", b"seal", "show_refill", b"show_refill", "step", b"step", "update_run", b"update_run", "upload", b"upload"]) -> builtins.bool: ...
     def ClearField(self, field_name: typing.Literal["add_groups", b"add_groups", "boot", b"boot", "claim", b"claim", "commit", b"commit", "create_run", b"create_run", "decision", b"decision", "decline_refill", b"decline_refill", "delete_run", b"delete_run", "evict_due", b"evict_due", "evict_groups", b"evict_groups", "expire", b"expire", "fail_group", b"fail_group", "fail_trajectories", b"fail_trajectories", "fingerprint", b"fingerprint", "finish_batch", b"finish_batch", "finish_group", b"finish_group", "finish_trajectories", b"finish_trajectories", "lease", b"lease", "now", b"now", "open_epoch", b"open_epoch", "release", b"release", "release_payload", b"release_payload", "request_id", b"request_id", "restore_begun", b"restore_begun", "restore_part", b"restore_part", "restored", b"restored", "seal", b"seal", "show_refill", b"show_refill", "step", b"step", "update_run", b"update_run", "upload", b"upload", "wall", b"wall"]) -> None: ...
