@@ -35,7 +35,7 @@ class Known:
 async def add(caller: Caller, known: Known) -> None:
     """Add prompts, repeating those whose answer was lost under the same request_id."""
     for name, request_id in list(known.unsure_added.items()):
-        await caller.add(name, request_id=request_id)
+        await caller.add(name, request_id=request_id, prompt=name.encode())
         known.added.add(name)
         del known.unsure_added[name]
     while True:
@@ -108,7 +108,7 @@ async def test_what_was_acknowledged_survives_kill_9_and_nothing_happens_twice(t
     async with buffer_process(tmp_path, *flags) as buffer:
         caller = buffer.caller()
         for name, request_id in known.unsure_added.items():
-            await caller.add(name, request_id=request_id)
+            await caller.add(name, request_id=request_id, prompt=name.encode())
             known.added.add(name)
         for lease_id in known.unsure_leases:
             for group_id in await caller.commit(lease_id):
