@@ -12,7 +12,7 @@ from pathlib import Path
 import grpc.aio
 import pytest
 
-from tests.buffer.helpers import Caller, output, result
+from tests.buffer.helpers import Caller, output, result, seconds
 from tests.buffer.process import BufferProcess, buffer_process
 from turnout.buffer.v1 import buffer_pb2 as pb
 
@@ -78,12 +78,12 @@ async def train(caller: Caller, known: Known) -> None:
             known.committed[group_id] += 1
 
 
-async def live(buffer: BufferProcess, known: Known, seconds: float) -> None:
+async def live(buffer: BufferProcess, known: Known, for_s: float) -> None:
     """Load the buffer, and kill it."""
     caller = buffer.caller()
     loops = [add(caller, known), work(caller, known), work(caller, known), train(caller, known)]
     tasks = [asyncio.create_task(loop) for loop in loops]
-    await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
+    await asyncio.wait(tasks, timeout=for_s, return_when=asyncio.FIRST_EXCEPTION)
     await buffer.kill()
     for task in tasks:
         task.cancel()
@@ -102,7 +102,7 @@ async def test_what_was_acknowledged_survives_kill_9_and_nothing_happens_twice(t
             caller = buffer.caller()
             if life == 0:
                 await caller.create(
-                    size=2, max_attempts=50, lease_times=pb.LeaseTimes(claim={"seconds": 2}, sample={"seconds": 600})
+                    size=2, max_attempts=50, lease_times=pb.LeaseTimes(claim=seconds(2), sample=seconds(600))
                 )
             await live(buffer, known, rng.uniform(0.3, 1.2))
     async with buffer_process(tmp_path, *flags) as buffer:

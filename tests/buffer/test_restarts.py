@@ -7,6 +7,7 @@ import errno
 import sqlite3
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import google_crc32c
 import pytest
@@ -128,9 +129,10 @@ class Disk:
 
 async def until_health(buffer: Buffer, status: int) -> None:
     """Return once the health of the service is this."""
+    stub: Any = health_pb2_grpc.HealthStub(buffer.channel)
     request = health_pb2.HealthCheckRequest(service="turnout.buffer.v1.ReplayBuffer")
     async with asyncio.timeout(20):
-        async for answer in health_pb2_grpc.HealthStub(buffer.channel).Watch(request):
+        async for answer in stub.Watch(request):
             if answer.status == status:
                 return
 
@@ -166,7 +168,12 @@ async def test_a_failed_sync_ends_the_process(tmp_path: Path, monkeypatch: pytes
     disk = Disk(monkeypatch)
     async with running_buffer(data_dir=tmp_path) as buffer:
         ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        monkeypatch.setattr(keeper_of(buffer), "_exit", lambda code: ended.done() or ended.set_result(code))
+
+        def end(code: int) -> None:
+            if not ended.done():
+                ended.set_result(code)
+
+        monkeypatch.setattr(keeper_of(buffer), "_exit", end)
         caller = buffer.caller()
         await caller.create()
         failure = sqlite3.OperationalError("disk I/O error")

@@ -67,9 +67,9 @@ async def test_h07_checkpoint_keeps_pending_running_and_finished_groups(tmp_path
         caller.epoch = 1
         # What came after the checkpoint is rolled back.
         await caller.add("later", step=2)
-        answer = await caller.restore("save-1")
-        assert answer.counts == pb.GroupCounts(pending=4, finished=2)
-        assert answer.step == 1
+        restored = await caller.restore("save-1")
+        assert restored.counts == pb.GroupCounts(pending=4, finished=2)
+        assert restored.step == 1
         assert await prompts(caller) == {f"g{number}": b"prompt %d" % number for number in range(4, 8)}
         (four,) = [group for group in await caller.groups() if group.group_id == "g4"]
         assert dict(four.tags) == {"of": "g4"}
@@ -122,8 +122,8 @@ async def test_h07_checkpoint_is_of_one_moment_while_traffic_goes_on(tmp_path: P
         await traffic()
         info = (await saving).checkpoint
         assert info.counts == pb.GroupCounts(pending=1500, finished=1500)
-        answer = await caller.restore("s")
-        assert answer.counts == pb.GroupCounts(pending=1500, finished=1500)
+        restored = await caller.restore("s")
+        assert restored.counts == pb.GroupCounts(pending=1500, finished=1500)
         assert [group.group_id for group in await caller.groups(pb.GROUP_STATE_FINISHED)] == names[:1000]
         assert (await caller.ledger()).added == 3000
 
