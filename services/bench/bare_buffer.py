@@ -3,8 +3,9 @@
     python -P -m services.bench.bare_buffer DIRECTORY
 
 Invariants: nothing but grpc.aio on uvloop: messages are bytes that nobody parses, answers are what the bench handed in
-by `Answers`, so that both sides move the same bytes; waits are an asyncio.Event; payloads go to a file in DIRECTORY by
-plain writes and, if asked for, one fdatasync at the end.
+by `Answers`, so that both sides move the same bytes; waits are an asyncio.Event; each payload goes to a file of its own
+in DIRECTORY by plain writes and, if asked for, one fdatasync at the end. The files stay, as payloads do in the buffer:
+a file written over and over would find its pages in the cache already.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class BareBuffer(grpc.GenericRpcHandler):
     """The calls."""
 
     def __init__(self, directory: Path) -> None:
-        self._path = directory / "bare"
+        self._directory = directory
+        self._written = 0
         self._answers: list[bytes] = []
         self._event = asyncio.Event()
         self._handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
@@ -53,6 +55,10 @@ class BareBuffer(grpc.GenericRpcHandler):
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any] | None:
         """The handler of a call."""
         return self._handlers.get(str(handler_call_details.method).removeprefix(SERVICE))
+
+    @property
+    def _newest(self) -> Path:
+        return self._directory / f"bare-{self._written}"
 
     async def set_answers(self, requests: AsyncIterator[bytes], context: Context) -> bytes:
         """Answer with these from now on."""
@@ -87,9 +93,10 @@ class BareBuffer(grpc.GenericRpcHandler):
         return b""
 
     async def put(self, requests: AsyncIterator[bytes], context: Context) -> bytes:
-        """Write what comes into the file."""
+        """Write what comes into a new file."""
         first = await anext(aiter(requests))
-        descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        self._written += 1
+        descriptor = os.open(self._newest, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             async for chunk in requests:
                 os.write(descriptor, chunk)
@@ -100,8 +107,8 @@ class BareBuffer(grpc.GenericRpcHandler):
         return b""
 
     async def get(self, request: bytes, context: Context) -> AsyncIterator[bytes]:
-        """Read the file."""
-        descriptor = os.open(self._path, os.O_RDONLY)
+        """Read the newest file."""
+        descriptor = os.open(self._newest, os.O_RDONLY)
         try:
             while chunk := os.read(descriptor, CHUNK_BYTES):
                 yield chunk

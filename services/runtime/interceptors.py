@@ -163,7 +163,8 @@ def _wrap(handler: Handler, around: Around) -> Handler:
             yield read(message)
 
     def encode(message: Any) -> bytes:
-        return message if write is None else write(message)
+        # A servicer may have serialised a large message itself, with fewer copies.
+        return message if write is None or isinstance(message, bytes) else write(message)
 
     async def answer(behavior: Any, request: Any, context: Context) -> bytes:
         answer = behavior(request, context)

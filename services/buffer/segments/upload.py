@@ -6,17 +6,21 @@ names the payload, and what an unfinished one left in segments is dead once it i
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Final, Protocol
 
 from google_crc32c import extend
 
-from services.buffer.segments.options import PART_BYTES
+from services.buffer.segments.options import MIB, PART_BYTES
 from services.buffer.segments.part import Part
 from services.buffer.segments.places import place_of
 from services.buffer.segments.record import Header
 from services.buffer.segments.segment import Segment
 from services.buffer.segments.writer import Writer
 from services.runtime.errors import TurnoutError
+
+IN_FLIGHT_BYTES: Final = 8 * MIB
+"""Bytes in flight above which an upload waits, though the store would take more: the writer stays busy, and memory that
+was just written is used again instead of fresh pages, which cost more than the copy into them."""
 
 
 class UploadOwner(Protocol):
@@ -54,7 +58,7 @@ class SegmentUpload:
         else:
             for at in range(0, len(chunk), PART_BYTES):
                 self._take(chunk[at : at + PART_BYTES])
-        await self._writer.room()
+        await self._writer.room(IN_FLIGHT_BYTES)
 
     async def finish(self) -> None:
         """Return once every byte is durable and the payload can be read."""

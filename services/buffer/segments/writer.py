@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import sys
 from collections import deque
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
@@ -26,8 +27,8 @@ from services.runtime.errors import Code, TurnoutError, describe, internal
 from services.runtime.journal import Durability
 from services.runtime.journal.ballast import Ballast
 
-_BATCH_BYTES: Final = 8 * MIB
-"""Written in one go: some milliseconds of work, so that a small part does not wait long."""
+_BATCH_BYTES: Final = 4 * MIB
+"""Written in one go: a few milliseconds of work, so that a small part does not wait long."""
 
 _BATCH_PARTS: Final = 500
 """Parts written in one go: entering them takes the event loop a few microseconds each."""
@@ -121,10 +122,11 @@ class Writer:
             error = self.failure
             raise TurnoutError(error.code, error.reason, error.message, error.metadata)
 
-    async def room(self) -> None:
-        """Wait until less is in flight than the bound. Raises what bytes are refused with."""
+    async def room(self, limit: int = sys.maxsize) -> None:
+        """Wait until less is in flight than the bound, and than `limit`. Raises what bytes are refused with."""
         self.check()
-        while self.in_flight > self._options.in_flight_bytes:
+        limit = min(limit, self._options.in_flight_bytes)
+        while self.in_flight > limit:
             await self._progress()
             self.check()
 

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from itertools import count
+from typing import cast
 
 from services.buffer.desk import Desk
 from services.buffer.domain import access
@@ -10,6 +11,7 @@ from services.buffer.domain.outputs import Payload
 from services.buffer.domain.run import Run
 from services.buffer.servicers.base import BufferCalls, Context
 from services.buffer.storage.checkpoints import Checkpoints
+from services.buffer.wire.frames import chunk_frame
 from services.buffer.wire.outputs import ref_from, ref_to, token_from
 from services.buffer.wire.scalars import duration
 from services.runtime.draining import Draining
@@ -143,7 +145,8 @@ class PayloadCalls(BufferCalls):
                 self.desk.parking(run)
                 offset += len(chunk)
                 ahead = self._read_ahead(payload, offset)
-                yield pb.GetPayloadsResponse(chunk=chunk)
+                # Two copies of a megabyte less than by way of a message; the interceptor sends bytes as they are.
+                yield cast(pb.GetPayloadsResponse, chunk_frame(chunk))
         finally:
             await _drop(ahead)
         yield pb.GetPayloadsResponse(end=pb.GetPayloadsEnd(crc32c=payload.crc32c))
