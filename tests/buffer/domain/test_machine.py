@@ -177,6 +177,12 @@ class PartitionMachine(RuleBasedStateMachine):
         self._resync()
         self._pump()
 
+    @rule()
+    def service_restarts(self) -> None:
+        self.world.restart()
+        book = self.world.run.state.claims
+        self.claims = [book.get(claim.token.claim_id) or claim for claim in self.claims]
+
     @rule(by=st.integers(1, 2))
     def next_step(self, by: int) -> None:
         self.step += by
