@@ -112,12 +112,12 @@ async def _append(journal: Journal, callers: int, seconds: float) -> tuple[list[
     end = begin + seconds
 
     async def caller() -> None:
-        start = time.perf_counter()
-        while start < end:
+        now = 0.0
+        while now < end:
+            start = time.perf_counter()
             await journal.append("bench", RECORD)
             now = time.perf_counter()
             latencies.append(now - start)
-            start = now
 
     await asyncio.gather(*(caller() for _ in range(callers)))
     return latencies, time.perf_counter() - begin
@@ -126,13 +126,14 @@ async def _append(journal: Journal, callers: int, seconds: float) -> tuple[list[
 def _store(bare: _Bare, callers: int, seconds: float) -> tuple[list[float], float]:
     latencies: list[float] = []
     records = [RECORD] * (callers if bare.groups else 1)
-    begin = start = time.perf_counter()
-    while start < begin + seconds:
+    begin = time.perf_counter()
+    now = 0.0
+    while now < begin + seconds:
+        start = time.perf_counter()
         bare.store(records)
         now = time.perf_counter()
         latencies += [now - start] * len(records)
-        start = now
-    return latencies, start - begin
+    return latencies, now - begin
 
 
 async def _loop_block(journal: Journal, level: Durability, seconds: float, rounds: int) -> Result:
@@ -151,8 +152,8 @@ async def _take_turns(callers: int, seconds: float) -> None:
     end = time.perf_counter() + seconds
 
     async def caller() -> None:
-        while time.perf_counter() < end:
-            await asyncio.sleep(0)  # noqa: ASYNC110 - taking turns is all it is for
+        while time.perf_counter() < end:  # noqa: ASYNC110 - taking turns is all it is for
+            await asyncio.sleep(0)
 
     await asyncio.gather(*(caller() for _ in range(callers)))
 

@@ -6,6 +6,11 @@ Invariants: one line per result on stdout; with --json each is a JSON object `{"
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Final
+
 import click
 
 from services.bench.result import Result
@@ -13,10 +18,15 @@ from services.cli.examples import with_examples
 from services.cli.lazy import Entry, LazyGroup
 from services.cli.running import run_async
 
-_BENCHES = {
+_BENCHES: Final = {
     "idle": Entry("services.cli.bench:idle", "Processor time while 100 calls are parked."),
+    "journal": Entry("services.cli.bench:journal", "Records stored per second, and how long one takes."),
     "buffer": Entry("services.cli.bench_buffer:buffer", "The replay buffer beside a bare server."),
 }
+
+_as_json: Final[Callable[[Any], Any]] = click.option(
+    "--json", "as_json", is_flag=True, help="Print results as JSON objects, one per line."
+)
 
 
 @click.group(
@@ -28,19 +38,24 @@ _BENCHES = {
         "Measure the services on this machine, each value beside that of the bare tools underneath. Without a name all "
         "benches run.",
         "turnout bench",
-        "turnout bench idle --seconds 60 --json",
+        "turnout bench --json",
+        "turnout bench idle --seconds 60",
     ),
 )
-@click.option("--json", "as_json", is_flag=True, help="Print results as JSON objects, one per line.")
+@_as_json
 @click.pass_context
 def bench(context: click.Context, as_json: bool) -> None:
     """Run all benches unless one is named."""
+    if context.invoked_subcommand is not None:
+        if as_json:
+            raise click.UsageError(
+                f"say it behind the name: turnout bench {context.invoked_subcommand} --json", context
+            )
+        return
     from services.cli.bench_buffer import buffer
 
-    context.obj = as_json
-    if context.invoked_subcommand is None:
-        context.invoke(idle, as_json=as_json)
-        context.invoke(buffer, as_json=as_json)
+    for command in (idle, journal, buffer):
+        context.invoke(command, as_json=as_json)
 
 
 @click.command(
@@ -53,14 +68,41 @@ def bench(context: click.Context, as_json: bool) -> None:
 )
 @click.option("--seconds", type=click.FloatRange(1, 3600), default=20, show_default=True, help="How long to measure.")
 @click.option("--waiters", type=click.IntRange(1, 10_000), default=100, show_default=True, help="Parked calls.")
-@click.option("--json", "as_json", is_flag=True, help="Print results as JSON objects, one per line.")
-@click.pass_context
-def idle(context: click.Context, seconds: float = 20, waiters: int = 100, as_json: bool = False) -> None:
+@_as_json
+def idle(seconds: float, waiters: int, as_json: bool) -> None:
     """Run the bench."""
     from services.bench.idle import idle_share
 
-    result = run_async(idle_share(seconds, waiters))
-    show(result, as_json=as_json or bool(context.obj))
+    _print([run_async(idle_share(seconds, waiters))], as_json)
+
+
+@click.command(
+    help=with_examples(
+        "Measure how many records the journal of the services stores per second and how long one takes, with one "
+        "caller and with 64, beside a bare file and bare SQLite.",
+        "turnout bench journal",
+        "turnout bench journal --directory /data --json     on the disk that will hold it",
+    )
+)
+@click.option(
+    "--directory",
+    type=click.Path(path_type=Path, exists=True, file_okay=False, writable=True),
+    help="Directory on the disk to measure. Default: a temporary one.",
+)
+@click.option("--seconds", type=click.FloatRange(0.01, 60), default=0.2, show_default=True, help="Length of a slot.")
+@click.option("--rounds", type=click.IntRange(1, 100), default=3, show_default=True, help="Slots of each kind.")
+@_as_json
+def journal(directory: Path | None, seconds: float, rounds: int, as_json: bool) -> None:
+    """Run the bench."""
+    from services.bench.journal import measure
+
+    with tempfile.TemporaryDirectory(dir=directory) as place:
+        _print(run_async(measure(Path(place), seconds, rounds)), as_json)
+
+
+def _print(results: Iterable[Result], as_json: bool) -> None:
+    for result in results:
+        show(result, as_json=as_json)
 
 
 def show(result: Result, *, as_json: bool) -> None:
@@ -68,4 +110,4 @@ def show(result: Result, *, as_json: bool) -> None:
     if as_json:
         click.echo(result.to_line())
     else:
-        click.echo(f"{result.name}: {result.value:.2f} {result.unit} (bare: {result.baseline:.2f})")
+        click.echo(f"{result.name}: {result.value:.4g} {result.unit} (bare: {result.baseline:.4g})")

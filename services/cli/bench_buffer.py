@@ -20,8 +20,7 @@ from services.cli.running import run_async
 @click.option("--only", multiple=True, metavar="NAME", help="A figure to measure; repeat it for more. Default: all.")
 @click.option("--quick", is_flag=True, help="Show that everything runs, in seconds; the values mean nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print results as JSON objects, one per line.")
-@click.pass_context
-def buffer(context: click.Context, only: tuple[str, ...] = (), quick: bool = False, as_json: bool = False) -> None:
+def buffer(only: tuple[str, ...], quick: bool, as_json: bool) -> None:
     """Run the bench."""
     from services.bench.buffer import FIGURES, measure
 
@@ -31,6 +30,6 @@ def buffer(context: click.Context, only: tuple[str, ...] = (), quick: bool = Fal
 
     async def run() -> None:
         async for result in measure(only, quick=quick):
-            show(result, as_json=as_json or bool(context.obj))
+            show(result, as_json=as_json)
 
     run_async(run())

@@ -8,6 +8,7 @@ code 1 if a process failed, or if a group was lost, repeated or not the same in 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -116,6 +117,8 @@ def demo(
         load_prompts(prompts_path)
     except PromptsError as error:
         raise Misconfigured(str(error)) from error
+    if not no_picture and not os.access(picture.absolute().parent, os.W_OK):
+        raise Misconfigured(f"{picture}: cannot be written: no such directory, or not a writable one")
     job = Job(policy=policy, steps=steps, mini_batch_size=mini_batch_size, group_size=group_size, time_scale=time_scale)
     jobs = [replace(job, seed=seed + number) for number in range(seeds)]
     comparisons = []

@@ -49,11 +49,12 @@ def demo_table(comparison: Comparison, job: Job) -> Table:
 def summary(comparisons: list[Comparison]) -> str:
     """Return what switching gained, over all seeds."""
     gains = [100 * comparison.gain for comparison in comparisons]
+    mean = sum(gains) / len(gains)
+    took = f"{abs(mean):.1f} % {'less' if mean >= 0 else 'more'} wall clock"
     real = sum(comparison.real_seconds for comparison in comparisons)
     if len(gains) == 1:
-        return f"switching took {gains[0]:.1f} % less wall clock; both jobs took {duration(real)} here"
-    mean = sum(gains) / len(gains)
+        return f"switching took {took}; both jobs took {duration(real)} here"
     return (
-        f"switching took {mean:.1f} % less wall clock on average, {min(gains):.1f} % to {max(gains):.1f} %, over "
-        f"{len(gains)} seeds; all jobs took {duration(real)} here"
+        f"switching took {took} on average over {len(gains)} seeds ({min(gains):.1f} % to {max(gains):.1f} % less); "
+        f"all jobs took {duration(real)} here"
     )

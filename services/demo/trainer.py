@@ -18,10 +18,10 @@ from typing import Final
 
 import google_crc32c
 import numpy as np
-import uvloop
 
 from services.demo.assignment import PARTITION, Assignment
 from services.demo.job import WEIGHT_BYTES, Job
+from services.demo.process import run_process
 from services.demo.prompts import Draw, draws, load_prompts
 from services.demo.report import Reporter
 from turnout.buffer.v1 import buffer_pb2
@@ -220,8 +220,7 @@ def main() -> None:
     """Be the trainer's process."""
     assignment = Assignment.from_json(sys.argv[1])
     trainer = Trainer(assignment, Reporter(assignment.job.time_scale))
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(trainer.run())
+    run_process("trainer", trainer.run())
 
 
 if __name__ == "__main__":

@@ -12,9 +12,8 @@ import signal
 import sys
 from typing import Final
 
-import uvloop
-
 from services.demo.assignment import PARTITION, READY_LINE, Assignment
+from services.demo.process import run_process
 from turnout.engine.v1 import engine_pb2
 from turnout.worker import Job, RolloutWorker, WorkerSetup
 
@@ -47,8 +46,8 @@ async def _work(assignment: Assignment) -> None:
 
 def main() -> None:
     """Be a worker's process."""
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_work(Assignment.from_json(sys.argv[1])))
+    assignment = Assignment.from_json(sys.argv[1])
+    run_process(assignment.worker_id, _work(assignment))
 
 
 if __name__ == "__main__":

@@ -6,17 +6,18 @@ confirmed it. Timeouts are wall seconds.
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Final
 
 from services.engine.domain.calls import Plan
 from services.engine.domain.operations import Operation
 from services.engine.domain.replica import Replica
 from services.engine.domain.spec import WEIGHTS, Cache, PauseMode
-from services.engine.fanout import FanOut, Result, carry_out
+from services.engine.fanout import FanOut, Result, Target, carry_out
 from services.engine.slot import Deadline, Slot
-from services.runtime.errors import aborted, failed_precondition, invalid_argument, permission_denied
+from services.runtime.errors import aborted, deadline_exceeded, failed_precondition, invalid_argument, permission_denied
 
 FAULT_PREFIX: Final = "fault_"
 """Methods of this prefix break an engine on purpose. They do not queue, since a hung engine has to be healed too."""
@@ -29,48 +30,46 @@ class Commands:
         self._fan_out = fan_out
         self._allowed_methods = allowed_methods
 
-    async def sleep(self, slots: Sequence[Slot], level: int | None, mode: PauseMode, timeout: float) -> Operation:
+    async def sleep(self, target: Target, level: int | None, mode: PauseMode) -> Operation:
         """Free memory; None is level AUTO. KEEP is refused: the requests would lose their KV memory."""
         if mode is PauseMode.KEEP:
             raise invalid_argument("mode", "requests that are kept would lose their KV memory", value="KEEP")
 
-        return await self._planned("Sleep", slots, timeout, lambda replica: replica.plan_sleep(level, mode))
+        return await self._planned("Sleep", target, lambda replica: replica.plan_sleep(level, mode))
 
-    async def wake_up(self, slots: Sequence[Slot], tags: frozenset[str] | None, timeout: float) -> Operation:
+    async def wake_up(self, target: Target, tags: frozenset[str] | None) -> Operation:
         """Refill memory; None is all tags. An unknown tag refuses the whole call."""
         if tags is not None:
-            for slot in slots:
+            for slot in target.slots:
                 slot.replica.check_tags(tags)
 
-        return await self._planned("WakeUp", slots, timeout, lambda replica: replica.plan_wake(tags))
+        return await self._planned("WakeUp", target, lambda replica: replica.plan_wake(tags))
 
-    async def release_kv_cache(self, slots: Sequence[Slot], timeout: float) -> Operation:
+    async def release_kv_cache(self, target: Target) -> Operation:
         """Free KV memory."""
-        return await self._planned("ReleaseKvCache", slots, timeout, lambda replica: replica.plan_release_kv())
+        return await self._planned("ReleaseKvCache", target, lambda replica: replica.plan_release_kv())
 
-    async def resume_kv_cache(self, slots: Sequence[Slot], timeout: float) -> Operation:
+    async def resume_kv_cache(self, target: Target) -> Operation:
         """Refill KV memory."""
-        return await self._planned("ResumeKvCache", slots, timeout, lambda replica: replica.plan_resume_kv())
+        return await self._planned("ResumeKvCache", target, lambda replica: replica.plan_resume_kv())
 
-    async def pause(self, slots: Sequence[Slot], mode: PauseMode, clear_cache: bool, timeout: float) -> Operation:
+    async def pause(self, target: Target, mode: PauseMode, clear_cache: bool) -> Operation:
         """Stop scheduling."""
-        return await self._planned("Pause", slots, timeout, lambda replica: replica.plan_pause(mode, clear_cache))
+        return await self._planned("Pause", target, lambda replica: replica.plan_pause(mode, clear_cache))
 
-    async def resume(self, slots: Sequence[Slot], timeout: float) -> Operation:
+    async def resume(self, target: Target) -> Operation:
         """Start scheduling."""
-        return await self._planned("Resume", slots, timeout, lambda replica: replica.plan_resume())
+        return await self._planned("Resume", target, lambda replica: replica.plan_resume())
 
     async def reset_caches(
-        self, slots: Sequence[Slot], caches: frozenset[Cache], running: bool, connectors: bool, timeout: float
+        self, target: Target, caches: frozenset[Cache], running: bool, connectors: bool
     ) -> Operation:
         """Empty caches; an empty set is all of them."""
         return await self._planned(
-            "ResetCaches", slots, timeout, lambda replica: replica.plan_reset(caches, running, connectors)
+            "ResetCaches", target, lambda replica: replica.plan_reset(caches, running, connectors)
         )
 
-    async def collective_rpc(
-        self, slots: Sequence[Slot], method: str, arguments_json: str, shard: int | None, timeout: float
-    ) -> Operation:
+    async def collective_rpc(self, target: Target, method: str, arguments_json: str, shard: int | None) -> Operation:
         """Call a method of the engines' workers, if the service was started with it allowed."""
         if method not in self._allowed_methods:
             raise permission_denied(
@@ -81,7 +80,14 @@ class Commands:
         async def action(slot: Slot, deadline: Deadline) -> Result:
             backend = slot.backend
             if method.startswith(FAULT_PREFIX):
-                return Result(shards=await backend.collective_rpc(method, arguments_json, shard, deadline.left))
+                try:
+                    async with asyncio.timeout(deadline.left):
+                        shards = await backend.collective_rpc(method, arguments_json, shard, deadline.left)
+                except TimeoutError:
+                    raise deadline_exceeded(
+                        "ENGINE_TIMEOUT", f"{slot.replica_id} did not answer", replica_id=slot.replica_id
+                    ) from None
+                return Result(shards=shards)
             async with slot.exclusive(deadline) as replica:
                 if WEIGHTS in replica.asleep_tags:
                     raise failed_precondition(
@@ -99,16 +105,14 @@ class Commands:
                     )
                 return Result(shards=shards)
 
-        return await self._fan_out.run("CollectiveRpc", slots, timeout, action)
+        return await self._fan_out.run("CollectiveRpc", target, action)
 
-    async def _planned(
-        self, kind: str, slots: Sequence[Slot], timeout: float, plan: Callable[[Replica], Plan]
-    ) -> Operation:
+    async def _planned(self, kind: str, target: Target, plan: Callable[[Replica], Plan]) -> Operation:
         async def action(slot: Slot, deadline: Deadline) -> Result:
             async with slot.exclusive(deadline) as replica:
                 return await carry_out(slot, plan(replica), deadline)
 
-        return await self._fan_out.run(kind, slots, timeout, action)
+        return await self._fan_out.run(kind, target, action)
 
 
 def _check_arguments(arguments_json: str) -> None:

@@ -5,13 +5,15 @@ Invariant: whatever acts on the run first passes the fence.
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 
 from services.engine.backends.registry import Backends
 from services.engine.commands import Commands
 from services.engine.domain.fence import Fence
 from services.engine.domain.operations import OperationLog
-from services.engine.domain.spec import ReplicaSpec
+from services.engine.domain.partials import Partials
+from services.engine.domain.spec import ReplicaSpec, Role
 from services.engine.domain.weights import Updates
 from services.engine.fanout import FanOut
 from services.engine.fleet import Fleet, OpenBackend
@@ -44,6 +46,7 @@ class Controller:
         self.draining = context.draining
         self.incarnation = secrets.token_hex(8)
         self.answers = Answers()
+        self.partials = Partials()
         self.fence = Fence(settings.run, binds_at_any_call=settings.agent)
         if open_backend is None:
             open_backend = Backends(settings, context.clock, lambda: self.fence.run_id).open
@@ -66,8 +69,19 @@ class Controller:
             spec = ReplicaSpec(own.replica_id, own.role, "reference", weights_loaded=self.settings.replica_weights)
             self._prober.watch(await self.fleet.register(spec))
 
+    async def open_epoch(self, run_id: str, epoch: int | None) -> int:
+        """Fence the trainer before: its commands are refused, its weight updates and its lend are aborted."""
+        opened = self.fence.open_epoch(run_id, epoch)
+        # Shielded: a trainer that goes away again leaves no half of it.
+        await asyncio.shield(self.context.tasks.spawn("give up for a newer trainer", self._give_up()))
+        return opened
+
+    async def _give_up(self) -> None:
+        await self.updating.give_up(self.timeout(None))
+        await self.lending.give_up(self.timeout(None))
+
     async def register(self, run_id: str, spec: ReplicaSpec) -> Slot:
-        """Add a replica and watch it; the first one binds the run."""
+        """Add a replica and watch it; the first one binds the run, one that comes during a lend takes part in it."""
         self.fence.check_binding(run_id)
         spec.validate()
         spec.require_gpus()
@@ -83,6 +97,8 @@ class Controller:
             raise
         if slot.replica_id not in known:
             self._prober.watch(slot)
+            if spec.role is Role.HYBRID:
+                await self.lending.join(slot, self.timeout(None))
         return slot
 
     async def deregister(self, replica_id: str) -> None:
@@ -94,6 +110,15 @@ class Controller:
         self.context.tasks.spawn(f"close {replica_id}", self._let_go(slot))
 
     async def _let_go(self, slot: Slot) -> None:
+        """Have the engine end its requests, which keeps their tokens, then send on those that it does not end."""
+        try:
+            async with asyncio.timeout(ABORT_TIMEOUT_S):
+                await slot.backend.abort([forward.engine_id for forward in slot.forwards])
+                await slot.emptied(ABORT_TIMEOUT_S)
+        except (TurnoutError, TimeoutError) as error:
+            _LOG.warning("requests of a removed replica lose tokens", replica_id=slot.replica_id, error=str(error))
+        for forward in list(slot.forwards):
+            forward.interrupt()
         await slot.emptied(ABORT_TIMEOUT_S)
         await slot.close()
 

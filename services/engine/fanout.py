@@ -36,6 +36,18 @@ class Result:
     shards: tuple[Shard, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Which replicas, and how many wall seconds each of them has.
+
+    With `continues` an operation goes on, on those replicas alone that failed in it.
+    """
+
+    slots: Sequence[Slot]
+    timeout: float
+    continues: Operation | None = None
+
+
 Action = Callable[[Slot, Deadline], Awaitable[Result]]
 
 
@@ -47,13 +59,25 @@ class FanOut:
         self._tasks = tasks
         self._clock = clock
 
-    async def run(self, kind: str, slots: Sequence[Slot], timeout: float, action: Action) -> Operation:
-        """Run an action on all these replicas; `timeout` is wall seconds for each. Failures are in the operation."""
-        operation = self.log.begin(kind, (slot.replica_id for slot in slots), self._clock.wall())
+    async def run(
+        self,
+        kind: str,
+        target: Target,
+        action: Action,
+    ) -> Operation:
+        """Run an action on all these replicas. Failures are in the operation."""
+        slots, continues = target.slots, target.continues
+        if continues is None:
+            operation = self.log.begin(kind, (slot.replica_id for slot in slots), self._clock.wall())
+        else:
+            operation, left = continues, continues.reopen()
+            slots = [slot for slot in slots if slot.replica_id in left]
+            for gone in set(left) - {slot.replica_id for slot in slots}:
+                operation.settle(Outcome(gone, OutcomeKind.SKIPPED, reason="DEREGISTERED"))
         started = time.monotonic()
 
         async def everywhere() -> None:
-            await asyncio.gather(*(self._one(operation, slot, timeout, action) for slot in slots))
+            await asyncio.gather(*(self._one(operation, slot, target.timeout, action) for slot in slots))
             operation.end(time.monotonic() - started)
 
         # Shielded: a caller that goes away takes nothing with it.

@@ -37,44 +37,50 @@ class Fleet:
         self._probe_timeout = probe_timeout
         self._slots: dict[str, Slot] = {}
         self._known_routes: dict[str, Route] = {}
-        self._registering = asyncio.Lock()
+        self._arriving: dict[str, tuple[ReplicaSpec, asyncio.Event]] = {}
 
     # ---------------------------------------------------------------------------------------------------- registration
 
     async def register(self, spec: ReplicaSpec) -> Slot:
         """Add a replica; the same spec again gives the one that is there."""
         spec.validate()
-        async with self._registering:
-            known = self._slots.get(spec.replica_id)
-            if known is not None:
-                if known.replica.spec == spec:
-                    return known
-                raise already_exists(
-                    "REPLICA_EXISTS",
-                    f"{spec.replica_id!r} is registered with another spec",
-                    replica_id=spec.replica_id,
-                )
-            self._refuse_taken_gpus(spec)
-            backend = await self._open_backend(spec)
-            try:
-                slot = Slot(await self._first_probe(spec, backend), backend, self._probe_timeout, self._changed)
-            except BaseException:
-                await backend.close()
-                raise
-            self._slots[spec.replica_id] = slot
-            self.placement.add(spec.replica_id)
-            slot.changed()
-            return slot
+        while (arriving := self._arriving.get(spec.replica_id)) is not None:
+            await arriving[1].wait()
+        known = self._slots.get(spec.replica_id)
+        if known is not None:
+            if known.replica.spec == spec:
+                return known
+            raise already_exists(
+                "REPLICA_EXISTS", f"{spec.replica_id!r} is registered with another spec", replica_id=spec.replica_id
+            )
+        self._refuse_taken_gpus(spec)
+        arrived = asyncio.Event()
+        self._arriving[spec.replica_id] = (spec, arrived)
+        try:
+            slot = await self._open(spec)
+        finally:
+            del self._arriving[spec.replica_id]
+            arrived.set()
+        self._slots[spec.replica_id] = slot
+        self.placement.add(spec.replica_id)
+        slot.changed()
+        return slot
 
     def deregister(self, replica_id: str) -> Slot:
-        """Take a replica out; its requests go on elsewhere. Whoever calls closes the slot."""
+        """Take a replica out. Whoever calls sends its requests elsewhere and closes the slot."""
         slot = self.get(replica_id)
         del self._slots[replica_id]
         self.placement.remove(replica_id)
         self._changed(slot)
-        for forward in list(slot.forwards):
-            forward.interrupt()
         return slot
+
+    async def _open(self, spec: ReplicaSpec) -> Slot:
+        backend = await self._open_backend(spec)
+        try:
+            return Slot(await self._first_probe(spec, backend), backend, self._probe_timeout, self._changed)
+        except BaseException:
+            await backend.close()
+            raise
 
     async def _first_probe(self, spec: ReplicaSpec, backend: Backend) -> Replica:
         try:
@@ -96,9 +102,10 @@ class Fleet:
     def _refuse_taken_gpus(self, spec: ReplicaSpec) -> None:
         if spec.role is not Role.HYBRID:
             return
-        for other in self._slots.values():
-            shared = set(spec.gpus) & set(other.replica.spec.gpus)
-            if shared and other.replica.spec.role is Role.HYBRID:
+        others = [slot.replica.spec for slot in self._slots.values()] + [other for other, _ in self._arriving.values()]
+        for other in others:
+            shared = set(spec.gpus) & set(other.gpus)
+            if shared and other.role is Role.HYBRID:
                 gpu = min(shared)
                 raise failed_precondition(
                     "GPU_TAKEN",
@@ -135,14 +142,17 @@ class Fleet:
         return [self._slots[replica_id] for replica_id in sorted(self._slots)]
 
     def usable(self) -> list[str]:
-        """Replicas on which requests may be placed."""
-        return [slot.replica_id for slot in self._slots.values() if slot.replica.route is not Route.OUT]
+        """Replicas on which requests may be placed, those that serve first."""
+        routes = [(slot.replica_id, slot.replica.route) for slot in self.all]
+        return [replica_id for wanted in (Route.SERVING, Route.HELD) for replica_id, route in routes if route is wanted]
 
     # --------------------------------------------------------------------------------------------------------- changes
 
     def _changed(self, slot: Slot) -> None:
         self.replicas.notify()
-        route = slot.replica.route if self.holds(slot) else None
+        # One that was deregistered may change after another took its id.
+        current = self._slots.get(slot.replica_id)
+        route = current.replica.route if current else None
         if self._known_routes.get(slot.replica_id) is route:
             return
         if route is None:

@@ -15,7 +15,7 @@ from typing import Final
 
 from services.engine.backends.base import EngineOutput, EngineRequest, engine_dead
 from services.engine.domain.placement import Ticket
-from services.engine.domain.requests import Finish, Generation, Span
+from services.engine.domain.requests import Finish, Generation, Piece
 from services.engine.domain.spec import Health, Route
 from services.engine.fleet import Fleet
 from services.engine.slot import Slot
@@ -45,26 +45,22 @@ class PlacedEvent:
 
 
 @dataclass(frozen=True, slots=True)
-class DeltaEvent:
-    """New output, in stretches."""
-
-    token_ids: Sequence[Sequence[int]]
-    logprobs: Sequence[Sequence[float]]
-
-
-@dataclass(frozen=True, slots=True)
 class DoneEvent:
-    """The end: output that no delta carried. The segments are those of the generation."""
+    """The end: output of the last segment that no delta carried. The segments are those of the generation."""
 
     finish: Finish
-    token_ids: Sequence[Sequence[int]]
-    logprobs: Sequence[Sequence[float]]
+    rest: Piece | None
 
 
-Event = PlacedEvent | DeltaEvent | DoneEvent
+Event = PlacedEvent | Piece | DoneEvent
 
-MORE: Final = DeltaEvent((), ())
-"""A step inside: the output has grown."""
+
+class Grown:
+    """A step inside: the output has grown."""
+
+
+GROWN: Final = Grown()
+Step = PlacedEvent | Grown | Finish
 
 
 class Live:
@@ -127,7 +123,6 @@ class Generations:
                 "REQUEST_LIVE", f"request {generation.request_id!r} is live", request_id=generation.request_id
             )
         live = self._live[generation.request_id] = Live(generation)
-        sent, sent_logprobs = generation.output.count, 0
         try:
             finish: Finish | None = Finish.LENGTH if len(generation.output) >= generation.max_tokens else None
             steps = self._pinned(live) if generation.pinned_to else self._roam(live)
@@ -138,14 +133,17 @@ class Generations:
                         finish = step
                     elif isinstance(step, PlacedEvent):
                         yield step
-                    elif generation.delta_tokens and generation.output.count > sent:
-                        yield DeltaEvent(generation.output.since(sent), generation.logprobs.since(sent_logprobs))
-                        sent, sent_logprobs = generation.output.count, generation.logprobs.count
+                    elif generation.delta_tokens:
+                        for piece in generation.take():
+                            yield piece
+            pieces = generation.take()
+            for piece in pieces[:-1]:
+                yield piece
         finally:
             # Before the last event leaves: whoever has seen it may use the id again.
             del self._live[generation.request_id]
             live.ended.set()
-        yield DoneEvent(finish, generation.output.since(sent), generation.logprobs.since(sent_logprobs))
+        yield DoneEvent(finish, pieces[-1] if pieces else None)
 
     async def abort(self, request_ids: Iterable[str] | None, slots: Sequence[Slot] | None) -> int:
         """End live requests; None is all of them, and None for the slots is wherever they are. Returns how many."""
@@ -166,8 +164,7 @@ class Generations:
             aborts = [self._abort_on(slot, None) for slot in everywhere]
         else:
             aborts = [self._abort_on(slot, engine_ids) for slot, engine_ids in by_slot.items()]
-        await asyncio.gather(*aborts)
-        await self._all_ended(chosen)
+        await asyncio.gather(*aborts, self._all_ended(chosen))
         return len(chosen)
 
     def stop(self) -> None:
@@ -196,7 +193,7 @@ class Generations:
 
     # ----------------------------------------------------------------------------------------------------------- steps
 
-    async def _roam(self, live: Live) -> AsyncGenerator[Event | Finish, None]:
+    async def _roam(self, live: Live) -> AsyncGenerator[Step, None]:
         """Place the request, again and again, until it is finished."""
         fruitless = before = 0
         while True:
@@ -206,19 +203,21 @@ class Generations:
                 if slot is None:
                     yield Finish.ABORT
                     return
-                parked = slot.replica.route is not Route.SERVING
-                yield PlacedEvent(slot.replica_id, parked)
-                if parked:
+                if not slot.serves():
+                    yield PlacedEvent(slot.replica_id, True)
                     if not await self._wait_until_serving(live, slot):
                         continue
-                    yield PlacedEvent(slot.replica_id, False)
+                yield PlacedEvent(slot.replica_id, False)
+                if not slot.serves():
+                    # The route changed while the event was on its way.
+                    continue
                 before = len(live.generation.output)
                 async with aclosing(self._forward(live, slot)) as steps:
                     async for step in steps:
                         yield step
                         if isinstance(step, Finish):
                             return
-                if slot.replica.route is Route.SERVING and len(live.generation.output) == before:
+                if slot.serves() and len(live.generation.output) == before:
                     raise unavailable("ENGINE_ABORTED", f"{slot.replica_id} ended a request that nobody aborted")
             except TurnoutError as error:
                 fruitless = 0 if len(live.generation.output) > before else fruitless + 1
@@ -232,7 +231,7 @@ class Generations:
                 if ticket is not None:
                     self._fleet.placement.release(ticket)
 
-    async def _pinned(self, live: Live) -> AsyncGenerator[Event | Finish, None]:
+    async def _pinned(self, live: Live) -> AsyncGenerator[Step, None]:
         """Run the request on the replica it names, whatever its route, or not at all."""
         slot = live.slot = self._fleet.get(live.generation.pinned_to)
         if slot.replica.health is Health.DEAD:
@@ -291,35 +290,32 @@ class Generations:
                 wait.cancel()
             live.heed()
 
-    async def _forward(self, live: Live, slot: Slot) -> AsyncGenerator[Event | Finish, None]:
+    async def _forward(self, live: Live, slot: Slot) -> AsyncGenerator[Step, None]:
         """Have an engine go on with the request until it ends there. A Finish is the last step if it is finished."""
         generation = live.generation
         live.engine_id = generation.request_id if generation.pinned_to else f"{self._prefix}-r{self._next}"
         self._next += 1
-        version = slot.replica.weight_version
-        here = 0
         slot.enter(live)
         outputs = slot.backend.generate(self._request(live))
         try:
             finish = Finish.ABORT
-            spans: Sequence[Span] = ()
             while (output := await self._next_output(live, slot, outputs)) is not None:
-                generation.append(output.token_ids, output.logprobs)
-                here += len(output.token_ids)
+                version = output.weight_version
+                if version is None:
+                    version = slot.replica.weight_version
+                generation.append(slot.replica_id, version, output.token_ids, output.logprobs)
                 if output.finish is not None:
-                    finish, spans = output.finish, output.spans
+                    finish = output.finish
                     break
-                yield MORE
-            over = finish is not Finish.ABORT or live.aborted
-            generation.close_stretch(slot.replica_id, spans or [Span(here, version)], continued=not over)
-            if over:
+                yield GROWN
+            if finish is not Finish.ABORT or live.aborted:
                 yield finish
         except TurnoutError:
-            generation.close_stretch(slot.replica_id, [Span(here, version)], continued=not live.aborted)
             if not live.aborted:
                 raise
             yield Finish.ABORT
         finally:
+            generation.leave()
             live.engine_id = ""
             slot.leave(live)
             await _close(outputs)

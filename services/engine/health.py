@@ -14,7 +14,7 @@ from services.engine.fleet import Fleet
 from services.engine.slot import Slot
 from services.runtime.host import HostContext
 
-SHORTEST_PAUSE_S: Final = 0.2
+SHORTEST_PAUSE_S: Final = 0.05
 """Between two probes of a replica that is suspected over and over, so that a broken one costs little."""
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from services.engine.domain.lends import Lends
 from services.engine.domain.operations import Operation
 from services.engine.domain.spec import Health, Role
-from services.engine.fanout import ALREADY, FanOut, Result, carry_out
+from services.engine.fanout import ALREADY, FanOut, Result, Target, carry_out
 from services.engine.fleet import Fleet
 from services.engine.slot import Deadline, Slot
 from services.engine.updating import Updating
@@ -39,6 +39,15 @@ class Lending:
         if not keep_sessions:
             self._fleet.placement.clear_sessions()
 
+        return await self._hold(lend_id, members, timeout), members
+
+    async def join(self, slot: Slot, timeout: float) -> None:
+        """A hybrid replica has registered: it takes part in the lend that is open, if one is."""
+        lend_id = self._lends.join(slot.replica_id)
+        if lend_id:
+            await self._hold(lend_id, [slot.replica_id], timeout)
+
+    async def _hold(self, lend_id: str, members: Iterable[str], timeout: float) -> Operation:
         async def action(slot: Slot, deadline: Deadline) -> Result:
             try:
                 async with slot.exclusive(deadline) as replica:
@@ -53,8 +62,7 @@ class Lending:
                 slot.changed()
                 raise
 
-        operation = await self._fan_out.run("BeginLend", self._present(members), timeout, action)
-        return operation, members
+        return await self._fan_out.run("BeginLend", Target(self._present(members), timeout), action)
 
     async def finish(self, lend_id: str, weight_version: int, timeout: float) -> Operation:
         """Let the members of a lend serve under this weight version."""
@@ -77,7 +85,7 @@ class Lending:
                 slot.changed()
                 raise
 
-        return await self._fan_out.run("FinishLend", self._present(members), timeout, action)
+        return await self._fan_out.run("FinishLend", Target(self._present(members), timeout), action)
 
     async def abort(self, lend_id: str, timeout: float) -> Operation:
         """Undo a lend, however far it came; its id never opens again."""
@@ -112,10 +120,15 @@ class Lending:
                 return result
 
         try:
-            operation = await self._fan_out.run(kind, slots, timeout, action)
+            operation = await self._fan_out.run(kind, Target(slots, timeout), action)
         finally:
             self._lends.reclaimed(ids)
         return operation, interrupted
+
+    async def give_up(self, timeout: float) -> None:
+        """Abort the lend of an earlier trainer, if one is open."""
+        if self._lends.lend_id:
+            await self.abort(self._lends.lend_id, timeout)
 
     def forget(self, replica_id: str) -> None:
         """A replica was deregistered."""

@@ -4,6 +4,7 @@ import grpc.aio
 
 from services.engine.controller import Controller
 from services.engine.fleet import OpenBackend
+from services.engine.metrics import EngineMetrics
 from services.engine.servicer import EngineControllerServicer
 from services.engine.settings import EngineSettings
 from services.runtime.clock import Clock
@@ -20,6 +21,7 @@ class EngineService(HostedService):
 
     def __init__(self, context: HostContext, settings: EngineSettings, open_backend: OpenBackend | None) -> None:
         self.controller = Controller(settings, context, open_backend)
+        self._context = context
 
     def register(self, server: grpc.aio.Server) -> None:
         """Add the servicer."""
@@ -27,6 +29,7 @@ class EngineService(HostedService):
 
     async def start(self) -> None:
         """Register the replicas of an agent."""
+        self._context.metrics.register(EngineMetrics(self.controller))
         await self.controller.start()
 
     async def drain(self) -> None:

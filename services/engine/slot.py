@@ -26,14 +26,14 @@ from services.engine.domain.calls import (
     WakeUp,
 )
 from services.engine.domain.replica import EngineState, Replica
-from services.engine.domain.spec import Health
+from services.engine.domain.spec import Health, Route
 from services.runtime.errors import Code, TurnoutError, aborted, deadline_exceeded, internal
 from services.runtime.logs import get_logger
 
 T = TypeVar("T")
 
 DRAIN_TURN_S: Final = 0.25
-"""After this long a drain ends requests again: some were still on their way when it did so first."""
+"""How long a drain waits before it ends requests (again): some may still be on their way to the engine."""
 
 _LOG = get_logger("engine")
 
@@ -99,6 +99,10 @@ class Slot:
     @property
     def replica_id(self) -> str:
         return self.replica.replica_id
+
+    def serves(self) -> bool:
+        """Whether requests may be forwarded now."""
+        return self.replica.route is Route.SERVING
 
     def changed(self) -> None:
         """Tell that the state may have changed."""
@@ -286,15 +290,18 @@ class Slot:
                 raise AssertionError("a drain is no single call")
 
     async def _drain(self, deadline: Deadline) -> None:
-        while self.forwards or self.replica.state.running:
+        while True:
+            # What the pause ended is read out first; what is left then came late, or from elsewhere.
+            await self.emptied(min(DRAIN_TURN_S, deadline.left))
+            await self.refresh(deadline.left)
+            if not self.forwards and not self.replica.state.running:
+                return
             if not deadline.left:
                 raise deadline_exceeded(
                     "NOT_DRAINED", f"requests of {self.replica_id} did not end in time", replica_id=self.replica_id
                 )
             await self.command(self.backend.abort(None), deadline)
-            await self.emptied(min(DRAIN_TURN_S, deadline.left))
-            await self.refresh(deadline.left)
-            if not self.forwards and self.replica.state.running:
+            if not self.forwards:
                 await asyncio.sleep(min(DRAIN_TURN_S, deadline.left))
 
     def _check_shards(self, call: Call, shards: Shards) -> None:

@@ -20,7 +20,7 @@ from services.engine.domain.rendezvous import Rendezvous
 from services.engine.domain.replica import Replica, UpdateKind
 from services.engine.domain.spec import Gpu, Weights
 from services.engine.domain.weights import Update, Updates, require_members, split_waves
-from services.engine.fanout import FanOut, Result, carry_out
+from services.engine.fanout import FanOut, Result, Target, carry_out
 from services.engine.fleet import Fleet
 from services.engine.slot import Deadline, Slot
 from services.runtime.clock import Clock
@@ -110,6 +110,7 @@ class Updating:
         adapter: bool,
         keep_requests: bool,
         staggered: bool,
+        allow_older: bool,
         timeout: float,
     ) -> tuple[Update, Operation]:
         """Open a transaction and prepare its first wave; fails only if no replica of it got ready."""
@@ -117,9 +118,9 @@ class Updating:
         if not slots:
             raise failed_precondition("NO_REPLICA", "no replica is selected", field="selector")
         for slot in slots:
-            slot.replica.check_update(kind, version, adapter)
+            slot.replica.check_update(kind, version, adapter=adapter, allow_older=allow_older)
             self._refuse_member_of_another(slot)
-        update = Update(f"{self._prefix}-u{self._next}", kind, version, adapter, keep_requests)
+        update = Update(f"{self._prefix}-u{self._next}", kind, version, adapter, keep_requests, allow_older)
         self._next += 1
         update.later = split_waves([slot.replica_id for slot in slots], staggered)
         self._updates.add(update)
@@ -139,13 +140,13 @@ class Updating:
                 async with slot.exclusive(deadline) as replica:
                     return await self._prepare(update, slot, replica, deadline)
             except TurnoutError:
-                update.drop(slot.replica_id)
+                update.leave_out(slot.replica_id)
                 raise
 
-        return await self._fan_out.run("BeginWeightUpdate", slots, timeout, action)
+        return await self._fan_out.run("BeginWeightUpdate", Target(slots, timeout), action)
 
     async def _prepare(self, update: Update, slot: Slot, replica: Replica, deadline: Deadline) -> Result:
-        replica.check_update(update.kind, update.version, update.adapter)
+        replica.check_update(update.kind, update.version, adapter=update.adapter, allow_older=update.allow_older)
         plan = replica.open_update(update.update_id, update.kind, update.keep_requests)
         slot.changed()
         try:
@@ -188,6 +189,7 @@ class Updating:
     async def feed(
         self,
         update_id: str,
+        wave_index: int,
         replica_ids: Sequence[str],
         size: int,
         info_json: str,
@@ -196,9 +198,10 @@ class Updating:
     ) -> Operation:
         """Move bytes to replicas of the wave. `frames` are chunks, the last one is their CRC32C as a number."""
         update = self._updates.require_open(update_id)
+        update.require_wave(wave_index)
         require_non_negative("size", size)
         require_members(update, replica_ids, "replica_ids")
-        wanted = set(replica_ids) or update.wave
+        wanted = set(replica_ids) & update.wave if replica_ids else update.wave
         slots = [slot for slot in self._fleet.all if slot.replica_id in wanted]
         feeds = {slot.replica_id: _Feed() for slot in slots}
 
@@ -221,7 +224,7 @@ class Updating:
             finally:
                 feed.closed.set()
 
-        moving = asyncio.ensure_future(self._fan_out.run("UpdateWeights", slots, timeout, action))
+        moving = asyncio.ensure_future(self._fan_out.run("UpdateWeights", Target(slots, timeout), action))
         fault: TurnoutError | None = aborted("WEIGHTS_INCOMPLETE", "the stream ended before its last frame")
         try:
             fault = await self._hand_out(frames, size, list(feeds.values()))
@@ -254,10 +257,13 @@ class Updating:
     # ------------------------------------------------------------------------------------------------------- commit,
     # abort
 
-    async def commit(self, update_id: str, acks: Mapping[str, Ack], timeout: float) -> tuple[Update, Operation]:
+    async def commit(
+        self, update_id: str, wave_index: int, acks: Mapping[str, Ack], timeout: float
+    ) -> tuple[Update, Operation]:
         """Stamp the acknowledged replicas of the wave and let them go on; then open the next wave."""
         update = self._updates.require_open(update_id)
-        require_members(update, (key for key in acks if key not in update.members), "acks")
+        update.require_wave(wave_index)
+        require_members(update, acks, "acks")
         slots = [slot for slot in self._fleet.all if slot.replica_id in update.wave]
 
         async def action(slot: Slot, deadline: Deadline) -> Result:
@@ -272,7 +278,7 @@ class Updating:
                 await self._commit(update, slot, replica, ack, deadline)
             return Result()
 
-        operation = await self._fan_out.run("CommitWeightUpdate", slots, timeout, action)
+        operation = await self._fan_out.run("CommitWeightUpdate", Target(slots, timeout), action)
         while not update.wave and update.later:
             await self._open_wave(update, timeout)
         if update.complete:
@@ -299,8 +305,11 @@ class Updating:
             )
 
     async def abort(self, update_id: str, timeout: float) -> tuple[Operation, list[str]]:
-        """Give a transaction up; returns the replicas that are half-updated now. A closed one stays closed."""
+        """Give a transaction up; returns the replicas that are half-updated now."""
         update = self._updates.find(update_id)
+        if not update.aborted:
+            self._updates.require_open(update_id)
+        update.aborted = True
         wave = set(update.wave)
         slots = [slot for slot in self._fleet.all if slot.replica_id in wave]
         self._close(update)
@@ -324,8 +333,13 @@ class Updating:
                     half_updated.append(slot.replica_id)
                 slot.changed()
 
-        operation = await self._fan_out.run("AbortWeightUpdate", slots, timeout, action)
+        operation = await self._fan_out.run("AbortWeightUpdate", Target(slots, timeout), action)
         return operation, sorted(half_updated)
+
+    async def give_up(self, timeout: float) -> None:
+        """Abort the transactions of an earlier trainer."""
+        for update in self._updates.open:
+            await self.abort(update.update_id, timeout)
 
     def blackout(self, update: Update) -> float:
         """Domain seconds of this transaction during which nothing was decoding."""

@@ -132,12 +132,13 @@ class Answers:
         answers = self._kept.get(run_id)
         if answers is None:
             return None
-        # Kept in the order of their times, so only the front can have expired.
+        # Kept in the order in which they were given, which is about that of their times.
         while answers and next(iter(answers.values())).at + self._ttl_s <= now:
             answers.popitem(last=False)
         if not answers:
             del self._kept[run_id]
-        return answers.get(request_id)
+        answer = answers.get(request_id)
+        return None if answer is None or answer.at + self._ttl_s <= now else answer
 
     def _keep(self, run_id: str, request_id: str, answer: Answer) -> None:
         answers = self._kept.setdefault(run_id, OrderedDict())

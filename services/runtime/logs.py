@@ -14,7 +14,6 @@ import structlog
 from structlog.typing import FilteringBoundLogger, Processor
 
 _SECRET_WORDS: Final = ("authorization", "password", "secret", "auth_token", "api_key", "credential")
-LEVELS: Final = ("debug", "info", "warning", "error")
 
 
 def _mask_secrets(_logger: object, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:

@@ -95,13 +95,18 @@ class Supervisor:
         def tick() -> None:
             status.last_tick = self._clock.now()
 
+        task = asyncio.current_task()
+        assert task is not None
         while True:
             status.running = True
             try:
                 await loop(tick)
                 status.last_error = "it returned"
                 self._log.error("background loop returned; restarting", loop=status.name)
-            except Exception as error:
+            except (Exception, asyncio.CancelledError) as error:
+                if task.cancelling():
+                    raise
+                # A cancellation that nobody asked of this task leaked out of something the loop awaited.
                 status.last_error = describe(error)
                 self._log.exception("background loop failed; restarting", loop=status.name)
             finally:

@@ -32,6 +32,13 @@ def duration_seconds(duration: Duration, field: str) -> float:
     return min(seconds, MAX_WAIT_S)
 
 
+def duration_of(seconds: float) -> Duration:
+    """Return seconds as a protobuf Duration, to the nanosecond."""
+    duration = Duration()
+    duration.FromNanoseconds(round(seconds * 1e9))
+    return duration
+
+
 def wait_budget(max_wait_s: float | None, time_remaining_s: float | None, *, field: str = "max_wait") -> float:
     """Return for how many wall seconds a call may be parked; 0 means: look once and answer.
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from google.protobuf.duration_pb2 import Duration
 
 from services.runtime.errors import invalid_argument
-from services.runtime.waits import duration_seconds
+from services.runtime.waits import duration_of, duration_seconds
 from services.scheduler.convert_events import timestamp
 from services.scheduler.domain.config import (
     DEFAULT_IDLE_TOLERANCE_S,
@@ -25,7 +25,6 @@ from services.scheduler.domain.holdings import Gpu
 from services.scheduler.domain.lends import Lend
 from services.scheduler.domain.resume import Resume
 from services.scheduler.domain.run import Run
-from services.scheduler.peers import seconds
 from services.scheduler.policies.config import SwitchConfig
 from services.scheduler.policies.errors import FieldError
 from services.scheduler.policies.types import Decision
@@ -85,15 +84,15 @@ def config_to_proto(config: RunConfig) -> scheduler_pb2.RunConfig:
         total_training_steps=config.total_training_steps,
         hybrid_gpus=config.hybrid_gpus,
         standalone_gpus=config.standalone_gpus,
-        idle_tolerance=seconds(config.idle_tolerance_s),
+        idle_tolerance=duration_of(config.idle_tolerance_s),
         partition=config.partition,
         disaggregated_rollout=config.disaggregated_rollout,
         num_warmup_batches=config.num_warmup_batches,
         group_size=config.group_size,
         max_response_tokens=config.max_response_tokens,
         can_reinstall=config.can_reinstall,
-        trainer_lease=seconds(config.trainer_lease_s),
-        engine_timeout=None if config.engine_timeout_s is None else seconds(config.engine_timeout_s),
+        trainer_lease=duration_of(config.trainer_lease_s),
+        engine_timeout=None if config.engine_timeout_s is None else duration_of(config.engine_timeout_s),
         external_data=config.external_data,
     )
     for gpu in config.hybrid_devices:
@@ -136,7 +135,7 @@ def decision_to_proto(decision: Decision | None) -> scheduler_pb2.Decision | Non
         action=DecisionAction[decision.action.name],  # type: ignore[arg-type]
         reason=decision.reason,
         numbers=dict(decision.numbers),
-        predicted_wait=None if wait_s is None else seconds(max(0.0, wait_s)),
+        predicted_wait=None if wait_s is None else duration_of(max(0.0, wait_s)),
         threshold=decision.threshold,
     )
 
@@ -160,5 +159,5 @@ def run_to_proto(run: Run, now: float, scale: float, buffer_target: str, engine_
         engine_target=engine_target,
         lends=run.lends.completed,
         reclaims=run.reclaims,
-        lease=seconds(run.lease.left_s(now) * scale) if run.is_open else Duration(),
+        lease=duration_of(run.lease.left_s(now) * scale) if run.is_open else Duration(),
     )

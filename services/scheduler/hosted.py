@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 from services.runtime.clock import Clock
 from services.runtime.draining import Draining
 from services.runtime.errors import TurnoutError, failed_precondition
+from services.scheduler.buffer_peer import BufferPeer
 from services.scheduler.domain.calls import CallKey, Ending
 from services.scheduler.domain.holdings import Holdings
 from services.scheduler.domain.run import Moment, Run
+from services.scheduler.engine_peer import EnginePeer
 from services.scheduler.joins import Joins
-from services.scheduler.peers import BufferPeer, EnginePeer
 from services.scheduler.settings import SchedulerSettings
 
 
@@ -57,7 +58,7 @@ class HostedRun:
     stop_waits: Callable[[Exception], None] = lambda _: None
     """Ends the waits of the present epoch with an error."""
     fenced: TurnoutError | None = None
-    """Why calls of this epoch are refused, though no other is granted yet: a successor is being let in."""
+    """Why calls of this epoch are refused already: a successor is being let in, or the run is being closed."""
 
     @property
     def moment(self) -> Moment:
@@ -104,8 +105,16 @@ class HostedRun:
         return failed_precondition("RUN_CLOSED", message, run_id=self.run.run_id)
 
     def begin(self, key: CallKey, content: bytes, work: Callable[[], Awaitable[Answered]]) -> asyncio.Task[object]:
-        """The task in which the run answers `key`, begun now unless it is under way."""
+        """The task in which the run answers `key`, begun now unless it is under way.
+
+        Raises FAILED_PRECONDITION / OUT_OF_ORDER at once if `key` is not among the expected calls.
+        """
+        if self.fenced is not None:
+            raise self.fenced
         order = self.run.order
+        if key not in self.joins:
+            # Not only in its turn: a call that may not come must not wait, perhaps for hours, to hear so.
+            order.check(key)
 
         async def in_order() -> object:
             # The one before may have been the same call, or have moved on.

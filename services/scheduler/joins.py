@@ -38,6 +38,10 @@ class Joins:
         task.add_done_callback(lambda ended: self._ended(key, ended))
         return task
 
+    def __contains__(self, key: CallKey) -> bool:
+        """Whether the work of `key` is under way."""
+        return key in self._tasks
+
     async def idle(self) -> None:
         """Wait until nothing is under way."""
         while self._tasks:

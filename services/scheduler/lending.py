@@ -15,8 +15,8 @@ from typing import TypeVar
 from services.runtime.errors import Code, TurnoutError, aborted, failed_precondition
 from services.scheduler.domain.events import LendKind, Mode, Transition, TransitionFailed
 from services.scheduler.domain.lends import Lend
+from services.scheduler.engine_peer import Replicas
 from services.scheduler.hosted import HostedRun
-from services.scheduler.peers import Replicas
 
 T = TypeVar("T")
 

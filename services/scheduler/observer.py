@@ -7,13 +7,12 @@ while the buffer keeps them; a controller's new incarnation voids what was confi
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 
 from services.runtime.errors import Code, TurnoutError
 from services.runtime.logs import get_logger
 from services.scheduler.domain import events
 from services.scheduler.hosted import HostedRun
-from services.scheduler.peers import reasons_of
 from turnout.buffer.v1 import buffer_pb2
 from turnout.engine.v1 import engine_pb2
 
@@ -23,6 +22,7 @@ nothing."""
 
 _log = get_logger("scheduler")
 
+_REASONS = {reason.value for reason in events.EvictionReason}
 _EXITS = {exit.value: exit for exit in events.GroupExit}
 
 
@@ -35,6 +35,8 @@ class Observer:
         self.next_group_event = next_group_event
         self._replicas: dict[str, engine_pb2.Replica] = {}
         self._topology: events.TopologyChanged | None = None
+        self._last_replica = ""
+        """Replica of the trajectory that finished last: the one that completed the group whose end comes next."""
 
     def start(self) -> None:
         """Begin to follow."""
@@ -57,7 +59,8 @@ class Observer:
             except TurnoutError as error:
                 if error.code is Code.UNIMPLEMENTED:
                     return
-                if error.reason == "EVENTS_TRIMMED":
+                if error.reason in ("EVENTS_TRIMMED", "EVENTS_AHEAD"):
+                    # Gone, or of another life of the buffer: what happens from now on is better than nothing for ever.
                     self.next_group_event = None
             except Exception:
                 _log.exception("following a run failed", run_id=self._hosted.run.run_id)
@@ -91,11 +94,8 @@ class Observer:
             case buffer_pb2.GROUP_EVENT_KIND_REISSUED:
                 return events.TrajectoriesReissued(event.group_id, event.trajectories)
             case kind if kind in _EXITS:
-                return events.GroupLeft(event.group_id, _EXITS[kind], reasons_of(event.reasons))
+                return events.GroupLeft(event.group_id, _EXITS[kind], _reasons(event.reasons))
         return None
-
-    _last_replica = ""
-    """Replica of the trajectory that finished last: the one that completed the group whose end comes next."""
 
     def _on_hybrid(self, replica_id: str) -> bool | None:
         replica = self._replicas.get(replica_id)
@@ -169,6 +169,11 @@ class Observer:
             counters.running,
             events.RouteState(route),
         )
+
+
+def _reasons(reasons: Iterable[int]) -> tuple[events.EvictionReason, ...]:
+    """The reasons of an eviction that are known here."""
+    return tuple(events.EvictionReason(reason) for reason in reasons if reason in _REASONS)
 
 
 def _hybrid_role(role: int) -> bool:

@@ -12,14 +12,16 @@ from dataclasses import dataclass
 
 from services.runtime.errors import Code, TurnoutError, aborted, failed_precondition, stale_epoch
 from services.scheduler import lending
+from services.scheduler.buffer_peer import BufferPeer
 from services.scheduler.checkpoints import Checkpoints, checkpoints_needed
 from services.scheduler.domain.config import PolicyFactory, RunConfig
 from services.scheduler.domain.events import LendKind
 from services.scheduler.domain.lends import Lend
 from services.scheduler.domain.resume import Resume, check_resume
 from services.scheduler.domain.run import Run
+from services.scheduler.engine_peer import EnginePeer
 from services.scheduler.hosted import HostedRun, Tools
-from services.scheduler.peers import BufferPeer, EnginePeer, Links
+from services.scheduler.links import Links
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +99,8 @@ class Opener:
             raise
         self._tools.holdings.claim(opening.run_id, wanted)
 
-        if saved is not None:
-            run.restore(saved)
         run.modes.saw(replicas.incarnation, replicas.free if config.hybrid_gpus > 0 else {})
-        run.open(epoch, config, resume, hosted.moment)
+        run.open(epoch, config, resume, hosted.moment, saved)
         run.taken_over(freed_s, hosted.moment)
         lend = await self._init_lend(hosted, step, allow_older=resume is not None)
         return Opened(hosted, epoch, lend, warmup, step + 1, resume is not None, cursor, group_event)

@@ -11,16 +11,17 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeVar
+from weakref import WeakValueDictionary
 
 from services.runtime.errors import Code, TurnoutError, invalid_argument, not_found, require_id
 from services.scheduler.checkpoints import Checkpoints
 from services.scheduler.domain import config as configs
 from services.scheduler.domain.config import PolicyFactory, RunConfig
 from services.scheduler.hosted import HostedRun, Tools
+from services.scheduler.links import Links
 from services.scheduler.metrics import SchedulerMetrics
 from services.scheduler.observer import Observer
 from services.scheduler.opening import Opened, Opener, Opening
-from services.scheduler.peers import Links
 from services.scheduler.steps import Steps
 
 T = TypeVar("T")
@@ -49,7 +50,8 @@ class Registry:
         self._opener = Opener(tools, links, create, self.checkpoints)
         self._metrics = metrics
         self._entries: OrderedDict[str, _Entry] = OrderedDict()
-        self._locks: dict[str, asyncio.Lock] = {}
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """Held by the tasks that use them, so ids that nobody opens leave none behind."""
         self._tasks: set[asyncio.Task[object]] = set()
 
     # ------------------------------------------------------------------------------------------------ reading
@@ -161,7 +163,8 @@ class Registry:
             self.checkpoints.forget(forgotten)
 
     async def _end(self, entry: _Entry) -> None:
-        entry.hosted.stop_waits(entry.hosted.closed())
+        # A call that came between the end of the others and the closing would begin a wait that nobody ends.
+        entry.hosted.fence(entry.hosted.closed())
         await entry.hosted.joins.cancel()
         await entry.observer.close()
 

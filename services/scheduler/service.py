@@ -1,4 +1,7 @@
-"""The switch scheduler as a hosted service."""
+"""The switch scheduler as a hosted service.
+
+Invariant: it ends its own work before it closes the connections to the peers that the work needs.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,8 @@ from services.scheduler import policies
 from services.scheduler.domain.config import PolicyFactory
 from services.scheduler.domain.holdings import Holdings
 from services.scheduler.hosted import Tools
+from services.scheduler.links import Links
 from services.scheduler.metrics import SchedulerMetrics
-from services.scheduler.peers import Links
 from services.scheduler.registry import Registry
 from services.scheduler.servicer import SchedulerServicer
 from services.scheduler.settings import SchedulerSettings

@@ -16,7 +16,7 @@ from google.protobuf.message import Message
 
 from services.runtime.errors import invalid_argument, require_non_negative
 from services.runtime.idempotency import fingerprint
-from services.runtime.waits import duration_seconds, wait_budget
+from services.runtime.waits import duration_of, duration_seconds, wait_budget
 from services.scheduler.checkpoints import SavedRun
 from services.scheduler.convert import (
     config_from_proto,
@@ -31,9 +31,8 @@ from services.scheduler.domain.calls import Call, CallKey
 from services.scheduler.domain.lends import Lend, lend_closed
 from services.scheduler.hosted import HostedRun, Tools
 from services.scheduler.opening import Opened, Opening
-from services.scheduler.peers import seconds
 from services.scheduler.registry import Registry
-from services.scheduler.steps import BeganStep, CompletedLend, EndedStep, Prepared, Sampled
+from services.scheduler.steps import BeganStep, CompletedLend, EndedStep, Prepared, Sampled, Steps
 from services.scheduler.waiting import Event
 from turnout.buffer.v1 import buffer_pb2
 from turnout.scheduler.v1 import events_pb2, scheduler_pb2_grpc
@@ -106,7 +105,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SwitchSchedulerServicer):
         return pb.ListRunsResponse(runs=[self._run(hosted) for hosted in self._registry.all()])
 
     async def UpdateRun(self, request: pb.UpdateRunRequest, context: Context) -> pb.UpdateRunResponse:
-        hosted = self._admitted(request)
+        hosted, _ = self._admitted(request)
         base = hosted.run.next_config
         changed = replace(
             base, switch=switch_from_proto(request.switch, base.switch), policy=request.policy or base.policy
@@ -118,16 +117,16 @@ class SchedulerServicer(scheduler_pb2_grpc.SwitchSchedulerServicer):
         clock = self._tools.clock
         return run_to_proto(hosted.run, clock.now(), clock.scale, hosted.buffer.target, hosted.engine.target)
 
-    def _admitted(self, request: Any) -> HostedRun:
+    def _admitted(self, request: Any) -> tuple[HostedRun, Steps]:
+        """The run that a trainer's call is for, and what its calls do, unless the call is refused."""
         hosted = self._registry.get(request.run_id)
         hosted.admit(request.epoch)
-        return hosted
+        return hosted, self._registry.steps(request.run_id)
 
     # -------------------------------------------------------------------------------------------------- steps
 
     async def BeginStep(self, request: pb.BeginStepRequest, context: Context) -> pb.BeginStepResponse:
-        hosted = self._admitted(request)
-        steps = self._registry.steps(request.run_id)
+        hosted, steps = self._admitted(request)
         update_s = _optional_s(request, "standalone_update")
         key = CallKey(Call.BEGIN_STEP, request.step)
         answer = await hosted.call(key, _content(request), lambda: steps.begin_step(request.step, update_s))
@@ -141,9 +140,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SwitchSchedulerServicer):
     async def PrepareStep(
         self, request: pb.PrepareStepRequest, context: Context
     ) -> AsyncIterator[pb.PrepareStepResponse]:
-        self._admitted(request)
+        _, steps = self._admitted(request)
         key = CallKey(Call.PREPARE_STEP, request.step, attempt=request.attempt)
-        steps = self._registry.steps(request.run_id)
         heard = steps.prepare_step(key, _content(request), request.cursor, _budget(request, context))
         async with aclosing(heard):
             async for event in heard:
@@ -155,9 +153,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SwitchSchedulerServicer):
     async def BeginSample(
         self, request: pb.BeginSampleRequest, context: Context
     ) -> AsyncIterator[pb.BeginSampleResponse]:
-        self._admitted(request)
+        _, steps = self._admitted(request)
         key = CallKey(Call.BEGIN_SAMPLE, request.step, request.mini_batch, request.attempt)
-        steps = self._registry.steps(request.run_id)
         heard = steps.begin_sample(key, _content(request), request.cursor, _budget(request, context))
         async with aclosing(heard):
             async for event in heard:
@@ -167,8 +164,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SwitchSchedulerServicer):
                     yield pb.BeginSampleResponse(**_named(event))
 
     async def EndSample(self, request: pb.EndSampleRequest, context: Context) -> pb.EndSampleResponse:
-        hosted = self._admitted(request)
-        steps = self._registry.steps(request.run_id)
+        hosted, steps = self._admitted(request)
         wait_s = _optional_s(request, "wait")
         if wait_s is None:
             raise invalid_argument("wait", "wait is required: the time the trainer waited for its data")
@@ -178,8 +174,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SwitchSchedulerServicer):
         return pb.EndSampleResponse()
 
     async def EndStep(self, request: pb.EndStepRequest, context: Context) -> pb.EndStepResponse:
-        hosted = self._admitted(request)
-        steps = self._registry.steps(request.run_id)
+        hosted, steps = self._admitted(request)
         key = CallKey(Call.END_STEP, request.step)
         answer = await hosted.call(key, _content(request), lambda: steps.end_step(request.step))
         ended = cast(EndedStep, answer)
@@ -191,15 +186,13 @@ class SchedulerServicer(scheduler_pb2_grpc.SwitchSchedulerServicer):
         )
 
     async def BeginValidation(self, request: pb.BeginValidationRequest, context: Context) -> pb.BeginValidationResponse:
-        hosted = self._admitted(request)
-        steps = self._registry.steps(request.run_id)
+        hosted, steps = self._admitted(request)
         key = CallKey(Call.BEGIN_VALIDATION, request.step)
         lend = await hosted.call(key, _content(request), lambda: steps.begin_validation(request.step))
         return pb.BeginValidationResponse(lend=lend_to_proto(lend) if isinstance(lend, Lend) else None)
 
     async def EndValidation(self, request: pb.EndValidationRequest, context: Context) -> pb.EndValidationResponse:
-        hosted = self._admitted(request)
-        steps = self._registry.steps(request.run_id)
+        hosted, steps = self._admitted(request)
         key = CallKey(Call.END_VALIDATION, request.step)
         await hosted.call(key, _content(request), lambda: steps.end_validation(request.step))
         return pb.EndValidationResponse()
@@ -207,8 +200,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SwitchSchedulerServicer):
     # -------------------------------------------------------------------------------------------------- lends
 
     async def CompleteLend(self, request: pb.CompleteLendRequest, context: Context) -> pb.CompleteLendResponse:
-        hosted = self._admitted(request)
-        steps = self._registry.steps(request.run_id)
+        hosted, steps = self._admitted(request)
         run = hosted.run
         hybrid_s = _optional_s(request, "hybrid_update") or 0.0
         standalone_s = _optional_s(request, "standalone_update")
@@ -226,14 +218,13 @@ class SchedulerServicer(scheduler_pb2_grpc.SwitchSchedulerServicer):
         completed = cast(CompletedLend, answer)
         return pb.CompleteLendResponse(
             mode=events_pb2.MODE_ROLLOUT,
-            cost=seconds(completed.cost_s),
+            cost=duration_of(completed.cost_s),
             metrics=dict(completed.metrics),
             failed_replica_ids=completed.failed,
         )
 
     async def AbandonLend(self, request: pb.AbandonLendRequest, context: Context) -> pb.AbandonLendResponse:
-        hosted = self._admitted(request)
-        steps = self._registry.steps(request.run_id)
+        hosted, steps = self._admitted(request)
         run = hosted.run
         lend = run.lends.get(request.lend_id)
         if lend is not None:
@@ -246,7 +237,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SwitchSchedulerServicer):
     # --------------------------------------------------------------------------------------------------- care
 
     async def Save(self, request: pb.SaveRequest, context: Context) -> pb.SaveResponse:
-        hosted = self._admitted(request)
+        hosted, _ = self._admitted(request)
         key = CallKey(Call.SAVE, request.step)
         answer = await hosted.call(
             key, _content(request), lambda: self._registry.checkpoints.save(hosted, request.step)
@@ -255,8 +246,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SwitchSchedulerServicer):
         return pb.SaveResponse(checkpoint_id=saved.checkpoint_id, manifest_json=saved.manifest_json)
 
     async def Heartbeat(self, request: pb.HeartbeatRequest, context: Context) -> pb.HeartbeatResponse:
-        hosted = self._admitted(request)
-        return pb.HeartbeatResponse(lease=seconds(await self._registry.heartbeat(hosted)))
+        hosted, _ = self._admitted(request)
+        return pb.HeartbeatResponse(lease=duration_of(await self._registry.heartbeat(hosted)))
 
     async def WatchRun(self, request: pb.WatchRunRequest, context: Context) -> AsyncIterator[pb.WatchRunResponse]:
         run = self._registry.get(request.run_id).run
@@ -323,7 +314,7 @@ def _sampled(sampled: Sampled) -> pb.BeginSampleDone:
         proceed.SetInParent()
         proceed.sampleable = sampled.sampleable
         if sampled.reclaim_s is not None:
-            proceed.reclaim.CopyFrom(seconds(sampled.reclaim_s))
+            proceed.reclaim.CopyFrom(duration_of(sampled.reclaim_s))
         if sampled.outcome is not None:
             proceed.outcome = sampled.outcome
         proceed.reason = sampled.reason

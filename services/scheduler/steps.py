@@ -178,7 +178,7 @@ class Steps:
 
     async def _lend(self, kind: LendKind, weight_version: int) -> tuple[Lend | None, str]:
         """A lend that began, or why it did not."""
-        lend = Lend(self._hosted.tools.new_id(), kind, weight_version)
+        lend = Lend(self._hosted.tools.new_id(), kind, weight_version, self._hosted.run.resumed)
         try:
             await lending.begin(self._hosted, lend, keep_sessions=kind is LendKind.VALIDATION)
         except TurnoutError as error:
@@ -216,6 +216,10 @@ class Steps:
             lend, _ = await self._lend(LendKind.WITHIN_STEP, key.step - 1)
             if lend is not None:
                 return Answered(Sampled(cursor, lend=lend, decision=decision), Ending.LEND, lend.lend_id)
+        if run.modes.in_between:
+            # A lend could neither begin nor be undone: PROCEED would let two use the same memory. (A replica that fell
+            # ill since the step began is no such thing, and waits for the next step.)
+            await lending.ensure_trainer(hosted)
         return Answered(Sampled(cursor, depth.sampleable, decision=decision))
 
     async def _proceed(self, step: int, cursor: int) -> Answered:
@@ -268,9 +272,11 @@ class Steps:
         answer = hosted.run.order.answer(key, content)
         with hosted.parked():
             while answer is None:
-                wait = self._waits.setdefault(key, wait)
+                wait = self._waits.get(key, wait)
                 task = hosted.begin(key, content, functools.partial(work, wait))
-                task.add_done_callback(lambda _: self._waits.pop(key, None))
+                # Only now: a call that was refused must leave no wait for the one that may come later.
+                self._waits[key] = wait
+                task.add_done_callback(functools.partial(self._ended, key, wait))
                 # Nothing may come between: the wait must find its caller when the task begins to run.
                 async with aclosing(wait.follow(budget_s, task)) as events_of_wait:
                     async for event in events_of_wait:
@@ -283,6 +289,11 @@ class Steps:
                     # The caller before left, and its wait ended as this call came: begin anew.
                     await asyncio.sleep(0)
         yield answer
+
+    def _ended(self, key: CallKey, wait: Wait, _: object) -> None:
+        # Its successor under the same key must be found by those who stop it.
+        if self._waits.get(key) is wait:
+            del self._waits[key]
 
     # ---------------------------------------------------------------------------------------------------- lends
 
@@ -312,7 +323,7 @@ class Steps:
         hosted, run = self._hosted, self._hosted.run
         lend = None
         if run.can_lend and not run.modes.lent and run.modes.hybrids:
-            lend = Lend(hosted.tools.new_id(), LendKind.VALIDATION, step)
+            lend = Lend(hosted.tools.new_id(), LendKind.VALIDATION, step, run.resumed)
             await lending.begin(hosted, lend, keep_sessions=True)
         run.record(events.ValidationBegan(step), hosted.moment)
         return Answered(Nothing()) if lend is None else Answered(lend, Ending.LEND, lend.lend_id)

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from services.runtime.errors import TurnoutError, aborted, unavailable
+from services.scheduler.buffer_peer import UNREACHABLE, depth_of
 from services.scheduler.domain.run import Depth
 from services.scheduler.hosted import HostedRun
-from services.scheduler.peers import BUFFER, depth_of, unanswered
+from services.scheduler.links import unanswered
 from services.scheduler.policies.types import Action, Decision, Point
 from turnout.buffer.v1 import buffer_pb2
 
@@ -44,12 +45,42 @@ class WaitEnd:
     waited_s: float
 
 
-class _Caller:
-    """One call that follows the wait."""
+class Caller:
+    """One call that follows the wait. A slow one gets the newest progress, and every refill."""
 
     def __init__(self, deadline: float) -> None:
         self.deadline = deadline
-        self.events: asyncio.Queue[Event | None] = asyncio.Queue()
+        self._progress: buffer_pb2.WaitProgress | None = None
+        self._refills: dict[str, buffer_pb2.RefillDue] = {}
+        self._ended = False
+        self._news = asyncio.Event()
+
+    def tell(self, event: Event) -> None:
+        """Something happened."""
+        if isinstance(event, buffer_pb2.RefillDue):
+            # A claim that is shown again, after the wait was taken up anew, is still one claim.
+            self._refills[event.refill_claim_id] = event
+        else:
+            self._progress = event
+        self._news.set()
+
+    def end(self) -> None:
+        """Nothing follows."""
+        self._ended = True
+        self._news.set()
+
+    async def next(self) -> Event | None:
+        """The next event, None at the end."""
+        while True:
+            if self._refills:
+                return self._refills.pop(next(iter(self._refills)))
+            if self._progress is not None:
+                progress, self._progress = self._progress, None
+                return progress
+            if self._ended:
+                return None
+            self._news.clear()
+            await self._news.wait()
 
 
 class Wait:
@@ -60,7 +91,7 @@ class Wait:
         self._step = step
         self._target = target
         self._cursor = cursor
-        self._callers: list[_Caller] = []
+        self._callers: list[Caller] = []
         self._wake = asyncio.Event()
         self._rearm = False
         self._failure: Exception | None = None
@@ -76,7 +107,7 @@ class Wait:
         `work` is the task that runs this wait and what comes after it.
         """
         clock = self._hosted.tools.clock
-        caller = _Caller(clock.now() + budget_s / clock.scale)
+        caller = Caller(clock.now() + budget_s / clock.scale)
         again = bool(self._callers)
         self._callers.append(caller)
         if again:
@@ -84,11 +115,11 @@ class Wait:
             self._wake.set()
 
         def ended(_: object) -> None:
-            caller.events.put_nowait(None)
+            caller.end()
 
         work.add_done_callback(ended)
         try:
-            while (event := await caller.events.get()) is not None:
+            while (event := await caller.next()) is not None:
                 yield event
         finally:
             work.remove_done_callback(ended)
@@ -148,7 +179,7 @@ class Wait:
                         continue
                     event = upcoming.result()
                     if event is None:
-                        raise unavailable(BUFFER, "the buffer ended a wait without its final event")
+                        raise unavailable(UNREACHABLE, "the buffer ended a wait without its final event")
                     if event.HasField("done"):
                         return self._final(event.done)
                     upcoming = asyncio.ensure_future(anext(stream, None))
@@ -191,19 +222,22 @@ class Wait:
     def _heard(self, event: buffer_pb2.WaitForSampleableResponse) -> bool:
         """Forward an event; whether the policy wants the GPUs back."""
         if event.HasField("refill_due"):
-            self._callers[-1].events.put_nowait(event.refill_due)
+            self._callers[-1].tell(event.refill_due)
             return False
         if not event.HasField("progress"):
             return False
         for caller in self._callers:
-            caller.events.put_nowait(event.progress)
+            caller.tell(event.progress)
         self._observe(event.progress.depth)
         return self._ask()
 
     def _asked_back(self) -> bool:
         """Whether the policy, asked again at the time it named, wants the GPUs back."""
-        due = self._recheck_at is not None and self._hosted.tools.clock.now() >= self._recheck_at
-        return due and self._ask()
+        if self._recheck_at is None or self._hosted.tools.clock.now() < self._recheck_at:
+            return False
+        # Once only: while a hold stands the policy is not asked, and names no later time.
+        self._recheck_at = None
+        return self._ask()
 
     def _observe(self, depth: buffer_pb2.Depth) -> None:
         reading = depth_of(depth)

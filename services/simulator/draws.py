@@ -75,4 +75,5 @@ def _lengths(workload: Workload, generator: np.random.Generator) -> npt.NDArray[
     born = np.concatenate([np.zeros(warmup, dtype=int), np.repeat(np.arange(steps), batch.groups)])
     middle = np.log(mean * trend[born]) - log_std**2 / 2 + generator.normal(size=groups) * log_std * np.sqrt(between)
     own = generator.normal(size=(groups, batch.group_size)) * (log_std * np.sqrt(1 - between))[:, None]
-    return np.clip(np.exp(middle[:, None] + own), 1, lengths.cap).astype(np.int64)
+    drawn: npt.NDArray[np.int64] = np.clip(np.exp(middle[:, None] + own), 1, lengths.cap).astype(np.int64)
+    return drawn

@@ -1,8 +1,8 @@
 """Puts a real policy into a simulated run: feeds it the events a scheduler would, and asks it.
 
-Invariants: the policy sees what a run's scheduler shows it, nothing of the future; a reading of running requests is left
-out where no decision comes before the next one, since each replaces the one before; what finished between two readings
-is in the next.
+Invariants: the policy sees what a run's scheduler shows it, nothing of the future; a reading of running requests is
+left out where no decision comes before the next one, since each replaces the one before; what finished between two
+readings is in the next.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ class PolicyDecider:
 
     def __init__(self, policy: Policy, run_progress_s: float, coverage: float = 1.0) -> None:
         self.policy = policy
-        self.decision_s: list[float] = []
         self._reads = getattr(policy, "reads_progress", False)
         self._progress_s = run_progress_s
         self._coverage = coverage
@@ -81,7 +80,7 @@ class PolicyDecider:
         for request in run.finished_requests:
             states.append(
                 RequestState(
-                    key=self._keys.pop(request, None) or self._key(run, request),
+                    key=self._key_of(run, request),
                     tokens=run.lengths[request],
                     replica="",
                     pool=Pool.STANDALONE,
@@ -98,12 +97,14 @@ class PolicyDecider:
         for end, request in replica.ends:
             key = keys.get(request)
             if key is None:
-                key = keys[request] = self._key(run, request)
+                key = self._key_of(run, request)
             tokens = int(lengths[request] + progress - end)
             states.append(RequestState(key=key, tokens=max(tokens, 0), replica=name, pool=pool))
         return states
 
-    @staticmethod
-    def _key(run: SimulatedRun, request: int) -> RequestKey:
-        group, trajectory = divmod(request, run.workload.batch.group_size)
-        return RequestKey(f"g{group}", trajectory)
+    def _key_of(self, run: SimulatedRun, request: int) -> RequestKey:
+        key = self._keys.get(request)
+        if key is None:
+            group, trajectory = divmod(request, run.workload.batch.group_size)
+            key = self._keys[request] = RequestKey(f"g{group}", trajectory)
+        return key

@@ -1,6 +1,6 @@
 """One simulated run in numbers.
 
-Invariant: everything is derived from the run's tally, so two results of one workload and seed differ by decisions alone.
+Invariant: all is derived from the run's tally, so two results of one workload and seed differ by decisions alone.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from services.simulator.tally import StepTally, Tally
 class Result:
     """hours: wall clock of the run. trainer_idle_share: share of it in which the trainer waited for rollouts, GPUs lent
     or not; switches and syncs are not idle. lends: completed lends, without the one at the start. mean_staleness,
-    mean_span: of the trajectories trained on, in weight versions. decision_ms: longest decision, on this machine.
+    mean_span: of the trajectories trained on, in weight versions.
     """
 
     workload: str

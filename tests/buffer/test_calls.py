@@ -333,3 +333,16 @@ async def test_large_numbers_come_back_exact(caller: Caller, numbers: tuple[int,
     events = list((await anext(aiter(call))).events)
     call.cancel()
     assert max(length for event in events for length in event.lengths) == 2**63 - 1, "sums are cut, never wrapped"
+
+
+async def test_bytes_of_an_external_store_are_counted_up_to_what_fits(caller: Caller) -> None:
+    """The sum of what was released did not fit into its field, and the release ended INTERNAL after it was done."""
+    await caller.create(caps=pb.Caps(max_bytes=2**63 - 1))
+    await caller.open()
+    huge = pb.Payload(ref=pb.PayloadRef(id="key", store="ray", size=2**63 - 1))
+    await caller.add("a")
+    await caller.finish(result("a", 0, *[pb.Output(segments=[pb.Segment(tokens=1)], payload=huge)] * 2))
+    told = await caller.sample(1)
+    await caller.commit(told.done.lease_id)
+    release = pb.ReleasePayloadRequest(run_id="run", epoch=1, lease_id=told.done.lease_id)
+    assert (await caller.stub.ReleasePayload(release)).bytes_released == 2**63 - 1

@@ -12,6 +12,9 @@ import subprocess
 import pytest
 
 from tests.cli.helpers import alive, descendants, running, stop, turnout
+from turnout.buffer.v1 import buffer_pb2
+from turnout.client import BufferClient, SchedulerClient
+from turnout.scheduler.v1 import scheduler_pb2
 
 LINE = re.compile(r"turnout (buffer|engine|scheduler) listening on (\S+)")
 FREE = ("--buffer", "127.0.0.1:0", "--engine", "127.0.0.1:0", "--scheduler", "127.0.0.1:0")
@@ -46,6 +49,47 @@ def test_up_runs_three_services_that_status_finds_and_stops_them_in_order(number
         code, _, err = stop(process, number)
         assert code == 0, err
         assert not any(map(alive, children))
+
+
+def open_run(targets: dict[str, str], run_id: str) -> None:
+    """Open a run that nothing is lent for."""
+    with BufferClient(targets["buffer"]) as buffer, SchedulerClient(targets["scheduler"]) as scheduler:
+        buffer.calls.CreateRun(buffer_pb2.CreateRunRequest(run_id=run_id))
+        buffer.calls.AddGroups(
+            buffer_pb2.AddGroupsRequest(
+                run_id=run_id, partition="train", step=0, groups=[buffer_pb2.GroupSpec(group_id="g")]
+            )
+        )
+        config = scheduler_pb2.RunConfig(
+            train_batch_size=1,
+            parameter_sync_step=1,
+            mini_batch_size=1,
+            total_training_steps=1,
+            standalone_gpus=4,
+        )
+        scheduler.calls.OpenRun(
+            scheduler_pb2.OpenRunRequest(
+                run_id=run_id, config=config, buffer_target=targets["buffer"], engine_target=targets["engine"]
+            )
+        )
+
+
+def test_status_and_top_show_a_run() -> None:
+    """The views of a run that exists: what operators look at all day."""
+    with running("up", *FREE) as process:
+        targets = targets_of(process)
+        open_run(targets, "run [1]")
+        (run,) = json.loads(turnout("status", *flags(targets), "--json").stdout)["runs"]
+        assert (run["run_id"], run["open"], run["mode"], run["in_flight"]) == ("run [1]", True, "TRAINER", 1)
+        assert "run [1]" in turnout("status", *flags(targets)).stdout
+        done = turnout("top", "--once", "--scheduler", targets["scheduler"])
+        assert done.returncode == 0, done.stderr
+        assert "run [1]" in done.stdout
+        assert "opened with epoch 1" in done.stdout
+        other = turnout("top", "--once", "--run", "other", "--scheduler", targets["scheduler"])
+        assert other.returncode == 1
+        assert "RUN_NOT_FOUND" in other.stderr
+        assert stop(process)[0] == 0
 
 
 def test_up_ends_with_the_reason_when_a_port_is_taken() -> None:

@@ -13,14 +13,22 @@ import pytest
 
 from tests.client.fakes import Asked, FakeService, events, failing, fake, in_turn
 from turnout.buffer.v1 import buffer_pb2
-from turnout.client import ClientOptions, Keepalive, NotFound, RetryPolicy, StaleEpoch, Timeouts, duration, seconds
+from turnout.client import (
+    Aborted,
+    ClientOptions,
+    NotFound,
+    PartialFailure,
+    RetryPolicy,
+    StaleEpoch,
+    Timeouts,
+    duration,
+    seconds,
+)
 from turnout.engine.v1 import engine_pb2
 from turnout.scheduler.v1 import events_pb2, scheduler_pb2
 from turnout.trainer import AsyncTrainerHooks, Moved, NotReached, TrainerHooks, TrainerSetup, WeightTarget, resume_from
 
-OPTIONS = ClientOptions(
-    timeouts=Timeouts(call=5, transition=5), retry=RetryPolicy(initial=0.01, maximum=0.02), keepalive=Keepalive()
-)
+OPTIONS = ClientOptions(timeouts=Timeouts(call=5, transition=5), retry=RetryPolicy(initial=0.01, maximum=0.02))
 LEND = scheduler_pb2.Lend(
     lend_id="lend-1",
     kind=events_pb2.LEND_KIND_STEP_END,
@@ -226,6 +234,17 @@ def test_a_lend_at_the_start_updates_standalone_then_hybrid_replicas(world: Worl
     assert [request.allow_older for request in begun] == [True, True]
 
 
+def test_standalone_replicas_may_hold_newer_weights_as_long_as_a_resumed_trainer_runs(world: World) -> None:
+    """A replica that missed the first update after a roll-back had all later ones refused."""
+    world.scheduler.script["OpenRun"] = lambda request, context: scheduler_pb2.OpenRunResponse(
+        epoch=7, next_step=2, allow_older=True
+    )
+    with TrainerHooks.open(world.setup()) as hooks:
+        hooks.on_init_end()
+        hooks.on_step_end(2)
+    assert [request.allow_older for request in world.requests("BeginWeightUpdate")] == [True, True]
+
+
 def test_times_are_reported_in_domain_seconds(world: World) -> None:
     """The scheduler compares them with its own; wall seconds under a time scale of 0.5 would halve every cost."""
     lending(world, "EndStep")
@@ -289,6 +308,17 @@ def test_a_callback_that_raises_aborts_the_update_and_abandons_the_lend(world: W
     assert hooks.mode == events_pb2.MODE_TRAINER
 
 
+def test_standalone_replicas_that_fail_during_a_lend_abandon_it_and_raise(world: World) -> None:
+    """Without standalone replicas there is no generation to go on with; the trainer has to hear of it."""
+    lending(world, "EndStep")
+    world.engine.script["BeginWeightUpdate"] = failing(grpc.StatusCode.ABORTED, "PARTIAL", operation_id="op-1")
+    hooks = TrainerHooks.open(world.setup())
+    with pytest.raises(PartialFailure):
+        hooks.on_step_end(1)
+    hooks.close()
+    assert world.names()[-2:] == ["BeginWeightUpdate", "AbandonLend"]
+
+
 def test_a_callback_that_raises_without_a_lend_aborts_the_update(world: World) -> None:
     """Replicas that are left paused in an open transaction serve nobody."""
 
@@ -345,6 +375,29 @@ def test_a_lend_within_a_step_installs_weights_and_asks_again(world: World) -> N
     assert world.names()[-3:] == ["CompleteLend", "BeginSample", "CloseRun"]
 
 
+def test_a_lend_within_a_step_is_fulfilled_once_though_the_hook_is_called_again(world: World) -> None:
+    """After an error in the wait that follows a lend, the same attempt would give the same lend, closed by now."""
+
+    def begun(**answer: Any) -> Any:
+        return events(scheduler_pb2.BeginSampleResponse(done=scheduler_pb2.BeginSampleDone(**answer)))
+
+    world.scheduler.script["BeginSample"] = in_turn(
+        begun(lend=LEND), failing(grpc.StatusCode.ABORTED, "RECLAIM_FAILED"), begun(proceed=scheduler_pb2.Proceed())
+    )
+    with TrainerHooks.open(world.setup()) as hooks:
+        with pytest.raises(Aborted):
+            hooks.on_sample_begin(1, 0)
+        hooks.on_sample_begin(1, 0)
+        hooks.on_sample_begin(1, 1)
+    assert [(asked.mini_batch, asked.attempt) for asked in world.requests("BeginSample")] == [
+        (0, 0),
+        (0, 1),
+        (0, 1),
+        (1, 0),
+    ]
+    assert world.names().count("CompleteLend") == 1
+
+
 # -------------------------------------------------------------------------------------------------------------- weights
 
 
@@ -393,6 +446,7 @@ def test_a_partial_commit_is_enough_if_one_replica_took_it(
     if taken:
         hooks.on_step_end(1)
         assert "did not reach replicas s1" in caplog.text
+        assert [request.update_id for request in world.requests("AbortWeightUpdate")] == ["u-s"]
     else:
         with pytest.raises(Exception, match="PARTIAL"):
             hooks.on_step_end(1)

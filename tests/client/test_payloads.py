@@ -14,7 +14,16 @@ from hypothesis import strategies as st
 
 from tests.client.fakes import fail, failing, fake, in_turn
 from turnout.buffer.v1 import buffer_pb2
-from turnout.client import INLINE_BYTES, BufferClient, ClientOptions, DataLoss, EngineClient, RetryPolicy
+from turnout.client import (
+    INLINE_BYTES,
+    BufferClient,
+    ClientOptions,
+    DataLoss,
+    EngineClient,
+    RetryPolicy,
+    Timeouts,
+    Unavailable,
+)
 from turnout.client._payloads import CHUNK_BYTES, Download, chunks, put_frames, size_of
 from turnout.engine.v1 import engine_pb2
 
@@ -148,6 +157,16 @@ def test_a_torn_download_resumes_at_the_byte_where_it_was_cut() -> None:
         asked = [(len(request.refs), request.resume_at) for request in service.requests("GetPayloads")]
         assert asked == [(3, 0), (2, 2)]
         assert list(client.get_payloads("r1", [], lease_id="l1")) == []
+
+
+def test_a_download_that_ends_too_early_again_and_again_is_an_error() -> None:
+    """A service that forgot the payload but not the call must not be asked for ever."""
+    options = ClientOptions(timeouts=Timeouts(transfer=0.3), retry=RetryPolicy(initial=0.01, maximum=0.02))
+    with fake("buffer") as service, BufferClient(service.target, options) as client:
+        service.script["GetPayloads"] = lambda request, context: iter(())
+        with pytest.raises(Unavailable, match="STREAM_ENDED"):
+            list(client.get_payloads("r1", [ref_of(b"data", "0")], lease_id="l1"))
+        assert len(service.requests("GetPayloads")) > 2
 
 
 def test_weights_travel_with_size_checksum_and_wave() -> None:

@@ -8,8 +8,11 @@ import pytest
 
 from tests.client.real import House, house
 from turnout.buffer.v1 import buffer_pb2
+from turnout.client import AsyncEngineClient, PartialFailure
+from turnout.engine.v1 import engine_pb2
 from turnout.scheduler.v1 import events_pb2, scheduler_pb2
-from turnout.trainer import TrainerHooks, TrainerSetup, WeightTarget
+from turnout.trainer import Moved, TrainerHooks, TrainerSetup, WeightTarget
+from turnout.trainer._weights import WeightUpdates
 from turnout.worker import RolloutWorker, WorkerSetup, pack, unpack
 
 STEPS, MINI_BATCHES, MINI_BATCH, GROUP = 3, 2, 2, 2
@@ -98,3 +101,34 @@ async def test_a_small_training_runs_end_to_end() -> None:
     assert modes[-1] == events_pb2.MODE_TRAINER
     assert stats.finished >= len(trained) * GROUP
     assert stats.failed == stats.lost == 0
+
+
+@pytest.mark.parametrize("staggered", [False, True])
+async def test_a_replica_that_did_not_take_the_weights_holds_up_no_other_and_no_later_update(staggered: bool) -> None:
+    """A transaction left open by one broken replica would keep later waves on old weights, and refuse every update."""
+    async with house() as place, AsyncEngineClient(place.engine.target) as engine:
+        await engine.calls.OpenEpoch(engine_pb2.OpenEpochRequest(run_id="r1", epoch=1))
+        await place.register("r1", 1)
+        weights = WeightUpdates(engine, run_id="r1", epoch=1, staggered=staggered, in_flight=engine_pb2.IN_FLIGHT_ABORT)
+
+        async def install(version: int, *broken: str) -> list[str]:
+            async def move(target: WeightTarget) -> Moved:
+                await weights.move_bytes(target, WEIGHTS)
+                return Moved(failed=broken)
+
+            role = engine_pb2.REPLICA_ROLE_STANDALONE
+            return (await weights.install(move, role=role, version=version)).failed
+
+        async def versions() -> list[int]:
+            replicas = (await engine.calls.ListReplicas(engine_pb2.ListReplicasRequest(run_id="r1"))).replicas
+            return [r.weight_version for r in replicas if r.spec.replica_id in ("s0", "s1")]
+
+        assert await install(1) == []
+        assert await install(2, "s0") == ["s0"]
+        assert (await versions())[1] == 2
+        assert await install(3, "s1") == ["s1"]
+        assert (await versions())[0] == 3
+        with pytest.raises(PartialFailure):
+            await install(4, "s0", "s1")
+        assert await install(5) == []
+        assert await versions() == [5, 5]

@@ -77,6 +77,17 @@ def test_an_outage_is_measured_from_the_last_word_of_the_service() -> None:
     assert outage.pause(18.0) is None
 
 
+def test_a_quiet_wait_is_no_outage() -> None:
+    """A watch of hours without news must outlive the restart that ends it, and not give up at the first cut."""
+    outage = Outage(NO_JITTER, random.Random(0), now=0.0, limit=10.0)
+    outage.began(0.0)
+    assert outage.pause(7200.0) == 1.0
+    outage.began(7201.0)
+    assert outage.pause(7202.0) == 2.0
+    outage.began(7204.0)
+    assert outage.pause(7209.0) is None
+
+
 @pytest.mark.parametrize(
     ("make", "named"),
     [

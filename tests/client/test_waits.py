@@ -167,6 +167,24 @@ def test_a_wait_without_an_end_gives_up_after_an_outage() -> None:
         assert len(service.requests("WaitForSampleable")) > 2
 
 
+def test_a_quiet_watch_goes_on_after_a_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A service that had nothing to say for longer than an outage may last was there all the time."""
+    monkeypatch.setattr("turnout.client._retry._ALIVE_S", 0.6)
+    options = ClientOptions(timeouts=Timeouts(outage=0.3), retry=RetryPolicy(initial=0.01, maximum=0.02))
+    cut = threading.Event()
+
+    def quiet(request: Any, context: Any) -> Iterator[Any]:
+        cut.wait(0.7)
+        fail(context, grpc.StatusCode.UNAVAILABLE, "DRAINING")
+        yield
+
+    depth = buffer_pb2.WatchDepthResponse(depth=buffer_pb2.Depth(sampleable=3))
+    with fake("buffer") as service, BufferClient(service.target, options) as client:
+        service.script["WatchDepth"] = in_turn(quiet, events(depth))
+        seen = list(client.watch_depth(buffer_pb2.WatchDepthRequest(run_id="r1", partition="train")))
+    assert [one.sampleable for one in seen] == [3]
+
+
 def test_leaving_a_wait_by_an_exception_ends_the_call_at_the_service() -> None:
     """A wait that lives on at the service would be shown the next refill claim."""
     gone = threading.Event()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ import grpc
 import pytest
 
 from services.runtime.host import ServiceHost
-from tests.client.fakes import events, failing, fake, in_turn
+from tests.client.fakes import FakeService, events, fail, failing, fake, in_turn
 from tests.client.real import real_buffer
 from turnout.buffer.v1 import buffer_pb2
 from turnout.client import AsyncBufferClient, ClientOptions, RetryPolicy, RunNotFound, Timeouts, duration
@@ -21,6 +21,7 @@ from turnout.engine.v1 import engine_pb2
 from turnout.worker import TOKENS, Interrupted, Job, RolloutWorker, WorkerSetup, WorkerStats, pack, unpack
 
 OPTIONS = ClientOptions(timeouts=Timeouts(call=2, outage=5), retry=RetryPolicy(initial=0.01, maximum=0.05))
+ALIVE = buffer_pb2.ItemOutcome()
 
 
 @dataclass
@@ -87,6 +88,31 @@ def output(tokens: int = 3, reward: float = 1.0) -> buffer_pb2.Output:
     )
 
 
+@contextlib.contextmanager
+def scripted_buffer(count: int, lease_s: float = 60) -> Iterator[FakeService]:
+    """A fake that hands out `count` trajectories in one answer, then none."""
+    claims = [
+        buffer_pb2.Claim(
+            token=buffer_pb2.ClaimToken(claim_id=f"c{number}", attempt=1),
+            group_id=f"g{number}",
+            trajectories=[buffer_pb2.ClaimedTrajectory(index=0)],
+            lease=duration(lease_s),
+        )
+        for number in range(count)
+    ]
+    with fake("buffer") as service:
+        service.script["ClaimGroups"] = in_turn(
+            lambda request, context: buffer_pb2.ClaimGroupsResponse(claims=claims),
+            lambda request, context: buffer_pb2.ClaimGroupsResponse(),
+        )
+        service.script["FinishTrajectories"] = finished
+        yield service
+
+
+def finished(request: buffer_pb2.FinishTrajectoriesRequest, context: Any) -> buffer_pb2.FinishTrajectoriesResponse:
+    return buffer_pb2.FinishTrajectoriesResponse(outcomes=[buffer_pb2.ItemOutcome() for _ in request.results])
+
+
 async def eventually(condition: Callable[[], bool]) -> None:
     """Let the loop run until a condition holds; the test's time limit is the end."""
     while not condition():  # noqa: ASYNC110 - the worker's inside has no event to wait for
@@ -142,29 +168,13 @@ async def test_it_never_holds_more_than_its_slots(place: Place) -> None:
 
 async def test_results_that_are_ready_together_go_in_one_call() -> None:
     """One call per trajectory makes the buffer the bottleneck of a large run."""
-    claims = [
-        buffer_pb2.Claim(
-            token=buffer_pb2.ClaimToken(claim_id=f"c{number}", attempt=1),
-            group_id=f"g{number}",
-            trajectories=[buffer_pb2.ClaimedTrajectory(index=0)],
-            lease=duration(60),
-        )
-        for number in range(20)
-    ]
-    with fake("buffer") as service:
-        service.script["ClaimGroups"] = in_turn(
-            lambda request, context: buffer_pb2.ClaimGroupsResponse(claims=claims),
-            lambda request, context: buffer_pb2.ClaimGroupsResponse(),
-        )
-        service.script["FinishTrajectories"] = lambda request, context: buffer_pb2.FinishTrajectoriesResponse(
-            outcomes=[buffer_pb2.ItemOutcome() for _ in request.results]
-        )
-        gate = asyncio.Event()
+    gate = asyncio.Event()
 
-        async def generate(job: Job) -> buffer_pb2.Output:
-            await gate.wait()
-            return output()
+    async def generate(job: Job) -> buffer_pb2.Output:
+        await gate.wait()
+        return output()
 
+    with scripted_buffer(20) as service:
         setup = WorkerSetup("r1", service.target, concurrency=20, options=OPTIONS)
         async with working(RolloutWorker(setup, generate_fn=generate)) as worker:
             await eventually(lambda: len(worker._work) == 20)
@@ -173,6 +183,49 @@ async def test_results_that_are_ready_together_go_in_one_call() -> None:
         sizes = [len(request.results) for request in service.requests("FinishTrajectories")]
         assert sum(sizes) == 20
         assert len(sizes) <= 2
+
+
+async def test_a_batch_that_is_refused_as_a_whole_is_tried_one_by_one() -> None:
+    """One result that is too large must not take its neighbours with it, and be failed itself."""
+
+    def refuse_large(request: buffer_pb2.FinishTrajectoriesRequest, context: Any) -> Any:
+        if any(result.group_id == "g1" for result in request.results):
+            fail(context, grpc.StatusCode.RESOURCE_EXHAUSTED, "TOO_LARGE")
+        return finished(request, context)
+
+    with scripted_buffer(3) as service:
+        service.script["FinishTrajectories"] = refuse_large
+        service.script["FailTrajectories"] = lambda request, context: buffer_pb2.FailTrajectoriesResponse(
+            outcomes=[buffer_pb2.ItemOutcome()]
+        )
+        setup = WorkerSetup("r1", service.target, concurrency=3, options=OPTIONS)
+
+        async def generate(job: Job) -> buffer_pb2.Output:
+            return output()
+
+        async with working(RolloutWorker(setup, generate_fn=generate)) as worker:
+            await eventually(lambda: worker.stats.finished + worker.stats.failed == 3)
+        ((failure,),) = (request.failures for request in service.requests("FailTrajectories"))
+        assert (failure.group_id, failure.kind) == ("g1", buffer_pb2.FAILURE_KIND_RETRYABLE)
+        assert "TOO_LARGE" in failure.error
+    assert worker.stats == WorkerStats(finished=2, failed=1)
+
+
+async def test_a_result_is_offered_until_the_buffer_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hours of generation must not be thrown away since the buffer was slow once; the repeat carries the same id."""
+    monkeypatch.setattr("turnout.worker._outbox._PAUSE_S", 0.01)
+    with scripted_buffer(1) as service:
+        service.script["FinishTrajectories"] = in_turn(failing(grpc.StatusCode.DEADLINE_EXCEEDED), finished)
+
+        async def generate(job: Job) -> buffer_pb2.Output:
+            return output()
+
+        setup = WorkerSetup("r1", service.target, concurrency=1, options=OPTIONS)
+        async with working(RolloutWorker(setup, generate_fn=generate)) as worker:
+            await eventually(lambda: worker.stats.finished == 1)
+        first, second = service.requests("FinishTrajectories")
+        assert first == second
+        assert first.request_id
 
 
 async def test_a_plain_function_runs_beside_the_event_loop(place: Place) -> None:
@@ -298,6 +351,45 @@ async def test_a_claim_that_was_lost_is_dropped_without_a_word(place: Place) -> 
     assert worker.stats == WorkerStats(lost=2)
 
 
+async def test_a_claim_that_is_lost_while_its_failure_is_on_its_way_frees_its_slot() -> None:
+    """A slot that is not given back is lost until the worker ends, and its claim is renewed as long."""
+    lost = buffer_pb2.ItemOutcome(code=grpc.StatusCode.FAILED_PRECONDITION.value[0], reason="STALE_CLAIM")
+
+    def renew(request: Any, context: Any) -> buffer_pb2.RenewClaimsResponse:
+        return buffer_pb2.RenewClaimsResponse(outcomes=[lost] if service.requests("FailTrajectories") else [ALIVE])
+
+    async def generate(job: Job) -> buffer_pb2.Output:
+        raise Interrupted("the engine is away")
+
+    with scripted_buffer(1, lease_s=0.15) as service:
+        service.script["FailTrajectories"] = failing(grpc.StatusCode.UNAVAILABLE, "DRAINING")
+        service.script["RenewClaims"] = renew
+        worker = RolloutWorker(WorkerSetup("r1", service.target, options=OPTIONS), generate_fn=generate)
+        async with working(worker):
+            await eventually(lambda: worker.stats.lost == 1)
+            assert not worker._work
+            assert not worker._leases.held
+    assert worker.stats == WorkerStats(lost=1)
+
+
+async def test_a_cancellation_inside_the_generate_function_is_a_failure(place: Place) -> None:
+    """Taken for the end of the worker, it would keep the slot and the claim, and the group would never end."""
+    await place.create()
+    await place.add(1)
+
+    async def generate(job: Job) -> buffer_pb2.Output:
+        call = asyncio.get_running_loop().create_future()
+        call.cancel()
+        await call
+        return output()
+
+    async with working(place.worker(generate_fn=generate)) as worker:
+        # The group fails with its first trajectory, so the other is not wanted any more.
+        await eventually(lambda: worker.stats.failed + worker.stats.lost == 2)
+        assert not worker._work
+    assert (await place.group("g0")).state == buffer_pb2.GROUP_STATE_FAILED
+
+
 async def test_claims_are_renewed_while_the_work_goes_on(place: Place) -> None:
     """Long trajectories outlive the claim lease by far."""
     await place.create(lease_times=buffer_pb2.LeaseTimes(claim=duration(0.5)))
@@ -403,21 +495,7 @@ async def test_a_worker_waits_for_its_run_and_gives_up_in_the_end(place: Place) 
 
 async def test_a_worker_goes_on_after_the_buffer_was_away() -> None:
     """Results that are ready while the buffer restarts must arrive when it is back."""
-    token = buffer_pb2.ClaimToken(claim_id="c1", attempt=1)
-    claim = buffer_pb2.Claim(
-        token=token,
-        group_id="g0",
-        trajectories=[buffer_pb2.ClaimedTrajectory(index=0)],
-        lease=duration(60),
-    )
-    with fake("buffer") as service:
-        service.script["ClaimGroups"] = in_turn(
-            lambda request, context: buffer_pb2.ClaimGroupsResponse(claims=[claim]),
-            lambda request, context: buffer_pb2.ClaimGroupsResponse(),
-        )
-        service.script["FinishTrajectories"] = lambda request, context: buffer_pb2.FinishTrajectoriesResponse(
-            outcomes=[buffer_pb2.ItemOutcome() for _ in request.results]
-        )
+    with scripted_buffer(1) as service:
         away = asyncio.Event()
 
         async def generate(job: Job) -> buffer_pb2.Output:
@@ -425,9 +503,8 @@ async def test_a_worker_goes_on_after_the_buffer_was_away() -> None:
             away.set()
             return output()
 
-        async with working(
-            RolloutWorker(WorkerSetup("r1", service.target, options=OPTIONS), generate_fn=generate)
-        ) as worker:
+        setup = WorkerSetup("r1", service.target, options=OPTIONS)
+        async with working(RolloutWorker(setup, generate_fn=generate)) as worker:
             await away.wait()
             await asyncio.to_thread(service.start)
             await eventually(lambda: worker.stats.finished == 1)

@@ -157,6 +157,7 @@ def test_a_process_that_dies_ends_the_demo_with_its_name(tmp_path: Path) -> None
         (["--policy", "nope"], "there is no policy 'nope'; there are: "),
         (["--prompts", "/nonexistent.jsonl"], "/nonexistent.jsonl: cannot be read"),
         (["--events", "/nonexistent/events.jsonl"], "/nonexistent/events.jsonl: cannot be written"),
+        (["--picture", "/nonexistent/demo.png"], "/nonexistent/demo.png: cannot be written"),
         (["--time-scale", "0"], "--time-scale"),
         (["--steps", "0"], "--steps"),
     ],

@@ -127,12 +127,19 @@ def kinds(operation: pb.Operation) -> dict[str, str]:
 
 
 async def move_weights(
-    engine: Engine, update_id: str, weights: bytes = WEIGHTS, chunk: int = 4096, replica_ids: Sequence[str] = ()
+    engine: Engine,
+    update_id: str,
+    weights: bytes = WEIGHTS,
+    chunk: int = 4096,
+    replica_ids: Sequence[str] = (),
+    wave_index: int = 0,
 ) -> pb.UpdateWeightsResponse:
     """Send weights through the controller."""
 
     async def frames() -> AsyncIterator[pb.UpdateWeightsRequest]:
-        header = pb.UpdateWeightsHeader(run_id=RUN, update_id=update_id, size=len(weights), replica_ids=replica_ids)
+        header = pb.UpdateWeightsHeader(
+            run_id=RUN, update_id=update_id, size=len(weights), replica_ids=replica_ids, wave_index=wave_index
+        )
         yield pb.UpdateWeightsRequest(header=header)
         for start in range(0, len(weights), chunk):
             yield pb.UpdateWeightsRequest(chunk=weights[start : start + chunk])

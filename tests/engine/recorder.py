@@ -178,8 +178,8 @@ async def requests_running(
         asyncio.create_task(generate(engine, f"running-{i}", (i, 7), max_tokens=max_tokens, **fields))
         for i in range(count)
     ]
-    await until(lambda: in_engines(engine) == before + count)
     try:
+        await until(lambda: in_engines(engine) == before + count)
         yield tasks
     finally:
         for task in tasks:

@@ -111,6 +111,19 @@ async def test_answers_expire_and_are_bounded() -> None:
     assert len(answers) == 0
 
 
+async def test_an_answer_that_took_long_expires_in_its_time() -> None:
+    """It is kept behind younger ones, whose age says nothing of its own."""
+    answers, slow, quick = Answers(ttl_s=10), Work(), Work()
+    slow.gate = asyncio.Event()
+    first = asyncio.ensure_future(answers.once("run", "Sample", "slow", b"x", 0, slow))
+    await asyncio.sleep(0)
+    await answers.once("run", "Sample", "quick", b"x", 5, quick)
+    slow.gate.set()
+    await first
+    assert await answers.once("run", "Sample", "slow", b"x", 9, slow) == 1
+    assert await answers.once("run", "Sample", "slow", b"x", 11, slow) == 2
+
+
 @given(st.dictionaries(st.text(), st.floats(allow_nan=False), max_size=5))
 def test_a_fingerprint_depends_on_content_alone(content: dict[str, float]) -> None:
     """Maps have no order on the wire; a repeat serialised in another order is the same request."""

@@ -79,6 +79,26 @@ async def test_h60_a_loop_that_returns_is_started_again(clock: ManualClock, supe
     await supervisor.close()
 
 
+async def test_h60_a_loop_survives_a_cancellation_that_was_meant_for_something_else(
+    clock: ManualClock, supervisor: Supervisor
+) -> None:
+    """A call that is cancelled under the loop raises CancelledError in it: as silent an end as any, without a log."""
+    begun: list[float] = []
+
+    async def loop(tick: Tick) -> None:
+        begun.append(clock.now())
+        call = asyncio.get_running_loop().create_future()
+        call.cancel()
+        await call
+
+    with capture_logs() as logs:
+        supervisor.supervise("prober", loop, restart_after_s=3)
+        await clock.advance(4)
+    assert begun == [0, 3]
+    assert len(logs) == 2
+    await supervisor.close()
+
+
 async def test_h60_nothing_is_pending_after_close(clock: ManualClock, supervisor: Supervisor) -> None:
     """ "Task was destroyed but it is pending" at exit means that clean-up never ran."""
     cleaned: list[str] = []

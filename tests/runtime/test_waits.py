@@ -11,7 +11,7 @@ from google.protobuf.duration_pb2 import Duration
 from services.runtime.clock import ManualClock, MonotonicClock
 from services.runtime.draining import Draining
 from services.runtime.errors import Code, TurnoutError
-from services.runtime.waits import MAX_WAIT_S, deadline_after, duration_seconds, park, wait_budget
+from services.runtime.waits import MAX_WAIT_S, deadline_after, duration_of, duration_seconds, park, wait_budget
 
 
 @pytest.mark.parametrize(
@@ -50,6 +50,14 @@ def test_durations_are_read_exactly_and_bounded() -> None:
     assert duration_seconds(Duration(seconds=10**18), "max_wait") == MAX_WAIT_S
     with pytest.raises(TurnoutError, match="max_wait must not be negative"):
         duration_seconds(Duration(nanos=-1), "max_wait")
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.1, 1.9999999999, 86400.5, -0.25])
+def test_durations_are_written_to_the_nanosecond(seconds: float) -> None:
+    """Rounded up to a whole second, the nanoseconds would leave their range and the message would be invalid."""
+    written = duration_of(seconds)
+    assert abs(written.nanos) < 10**9
+    assert written.seconds + written.nanos / 1e9 == pytest.approx(seconds, abs=1e-9)
 
 
 def test_deadlines_are_wall_time_whatever_the_scale() -> None:

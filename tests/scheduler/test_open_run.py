@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from services.runtime.errors import Code, failed_precondition, unavailable
+from services.scheduler.observer import Observer
 from tests.scheduler.fakes import FakeEngine, host_engine
 from tests.scheduler.world import Trainer, World, error_of, rest_of, run_config, wall, world
 from turnout.engine.v1 import engine_pb2
@@ -327,6 +328,29 @@ async def test_closing_a_run_ends_its_waits_releases_its_gpus_and_moves_nothing(
         assert (await trainer.events())[-1].run_closed.reason == "finished"
         error = await error_of(w.open())
         assert error.reason != "TRAINER_ALIVE"
+
+
+async def test_a_call_that_comes_while_its_run_is_being_closed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let in, it would begin a wait that nobody ends, and move GPUs that another run may hold by then."""
+    closing, go_on = asyncio.Event(), asyncio.Event()
+    close = Observer.close
+
+    async def held_up(self: Observer) -> None:
+        closing.set()
+        await go_on.wait()
+        await close(self)
+
+    monkeypatch.setattr(Observer, "close", held_up)
+    async with world() as w:
+        trainer = await w.trainer()
+        await trainer.begin(1)
+        request = pb.CloseRunRequest(run_id="run", epoch=trainer.epoch)
+        ending = asyncio.ensure_future(w.stub.CloseRun(request))
+        await closing.wait()
+        error = await error_of(rest_of(trainer.prepare_stream(1)))
+        assert error.reason == "RUN_CLOSED"
+        go_on.set()
+        await ending
 
 
 async def test_a_closed_run_is_forgotten_after_many_others() -> None:

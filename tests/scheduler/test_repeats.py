@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from services.runtime.errors import Code, unavailable
-from tests.scheduler.world import Trainer, error_of, run_config, wall, world
+from tests.scheduler.world import Trainer, error_of, rest_of, run_config, wall, world
 from turnout.scheduler.v1 import events_pb2
 from turnout.scheduler.v1 import scheduler_pb2 as pb
 
@@ -119,6 +119,19 @@ async def test_two_calls_of_one_trainer_take_turns() -> None:
         assert (await completing).mode == events_pb2.MODE_ROLLOUT
         assert (await abandoning).code is Code.FAILED_PRECONDITION
         assert "AbortLend" not in w.moves()
+
+
+async def test_a_call_out_of_order_is_refused_at_once_while_another_waits() -> None:
+    """It hung until the wait ended, for hours perhaps, and was then done though its caller had long given up."""
+    async with world() as w:
+        trainer = await w.trainer()
+        await trainer.begin(1)
+        waiting = trainer.prepare_stream(1)
+        assert (await waiting.read()).HasField("progress")
+        for call in (trainer.end(1), trainer.begin_sample(1, 0), trainer.begin(2), trainer.save(1)):
+            assert (await error_of(asyncio.wait_for(call, 20))).reason == "OUT_OF_ORDER"
+        await w.buffer.set_depth(8)
+        assert (await rest_of(waiting))[-1].done.reclaimed
 
 
 async def test_end_sample_needs_a_wait() -> None:

@@ -61,6 +61,26 @@ async def test_row_resume_needs_a_checkpoint_or_keep_live() -> None:
         assert opened.lend.allow_older
 
 
+async def test_every_lend_of_a_resumed_trainer_may_bring_older_weights() -> None:
+    """If the first lend was abandoned, the next was refused by engines with newer weights, until training passed them."""
+    async with world() as w:
+        await w.trainer()
+        opened = await w.open(take_over=True, resume=pb.Resume(resume_step=0, keep_live=True))
+        trainer = Trainer(w.stub, opened.epoch)
+        await trainer.abandon(opened.lend)
+        validation = await trainer.begin_validation(0)
+        assert validation.lend.allow_older
+        await trainer.abandon(validation.lend)
+        await trainer.end_validation(0)
+        await w.buffer.set_depth(8)
+        await trainer.begin(1)
+        await trainer.prepare(1)
+        for mini_batch in range(4):
+            await trainer.sample(1, mini_batch)
+        await w.buffer.set_depth(0)
+        assert (await trainer.end(1)).lend.allow_older
+
+
 async def test_row_warm_up_tops_up_to_its_target() -> None:
     """A resumed job whose buffer is full must not add its warm-up again."""
     async with world() as w:

@@ -1,11 +1,16 @@
 """PrepareStep and BeginSample while GPUs are lent."""
 
 import asyncio
+from typing import Any
 
-from services.runtime.errors import Code, unavailable
+import pytest
+
+from services.runtime.clock import ManualClock
+from services.runtime.errors import Code, failed_precondition, unavailable
 from services.scheduler import policies
 from services.scheduler.policies.base import Policy
 from services.scheduler.policies.types import Action, Decision, DepthObserved, Event, Point, PolicyConfig
+from services.scheduler.waiting import Wait
 from tests.scheduler.fakes import host_buffer
 from tests.scheduler.world import Trainer, World, error_of, rest_of, run_config, world
 from turnout.buffer.v1 import buffer_pb2
@@ -52,6 +57,17 @@ async def test_a_wait_that_times_out_leaves_the_gpus_lent_and_goes_on_with_the_n
         again = await trainer.prepare(1, attempt=1)
         assert again.outcome == buffer_pb2.WAIT_OUTCOME_REACHED
         assert again.metrics["timing_s/switch_wait"] >= done.metrics["timing_s/switch_wait"]
+
+
+async def test_a_call_that_was_refused_leaves_nothing_for_the_one_that_may_come() -> None:
+    """With the wait of the refused one, evictions would be counted from its cursor."""
+    async with world() as w:
+        trainer = await waiting_trainer(w)
+        early = trainer.prepare_stream(1, attempt=1, cursor=3)
+        assert (await error_of(rest_of(early))).reason == "OUT_OF_ORDER"
+        await trainer.prepare(1, max_wait=0.05)
+        await rest_of(trainer.prepare_stream(1, attempt=1, cursor=5, max_wait=0.05))
+        assert w.buffer.waits[-1].cursor == 5
 
 
 async def test_a_hold_that_stands_until_the_end_is_told_and_nothing_moves() -> None:
@@ -280,6 +296,34 @@ async def test_a_lend_within_a_step_that_does_not_begin_proceeds() -> None:
         assert w.moves() == ["BeginLend"] * 3 + ["AbortLend"]
 
 
+async def test_a_lend_within_a_step_that_can_neither_begin_nor_be_undone_keeps_the_trainer_waiting() -> None:
+    """PROCEED would let the trainer train on memory that an engine still holds."""
+    async with world(create=Factory()) as w:
+        trainer = await starving_trainer(w)
+        w.engine.script.failures["BeginLend"] = [failed_precondition("BROKEN", "no")]
+        w.engine.stubborn = {"hybrid-0"}
+        assert (await error_of(rest_of(trainer.sample_stream(1, 0)))).reason == "ABORT_LEND_FAILED"
+        assert (await trainer.run()).mode == events_pb2.MODE_RECLAIMING
+        w.engine.stubborn.clear()
+        assert (await trainer.begin_sample(1, 0)).HasField("proceed")
+        assert (await trainer.run()).mode == events_pb2.MODE_TRAINER
+        names = [event.WhichOneof("event") for event in await trainer.events()]
+        assert names.count("mini_batch_began") == names.count("starvation_began") == 1
+
+
+async def test_a_hybrid_that_falls_ill_while_the_trainer_trains_does_not_stop_its_step() -> None:
+    """It was confirmed free when the step began; a reclaim that it cannot answer would end the training."""
+    async with world(create=Factory()) as w:
+        trainer = await starving_trainer(w)
+        w.engine.replicas["hybrid-0"].confirmed_free = False
+        w.engine.stubborn = {"hybrid-0"}
+        await w.engine.wake()
+        while (await trainer.run()).mode != events_pb2.MODE_RECLAIMING:
+            pass
+        assert (await trainer.begin_sample(1, 0)).HasField("proceed")
+        assert w.moves() == []
+
+
 async def test_a_wait_within_a_step_that_times_out_is_taken_up_with_the_next_attempt() -> None:
     """Deadlines are a matter of transport, not of who has the GPUs."""
     async with world(create=Factory()) as w:
@@ -321,5 +365,34 @@ async def test_a_recheck_time_that_is_past_does_not_spin() -> None:
         await w.buffer.set_depth(2)
         await stream.read()
         assert len([point for point, _ in factory.made.asked if point is Point.WAITING]) <= 3
+        await w.buffer.set_depth(6)
+        assert (await rest_of(stream))[-1].done.HasField("proceed")
+
+
+async def test_a_recheck_that_comes_due_under_a_hold_does_not_spin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a hold stands the policy is not asked, so the time it named must not come due again and again."""
+    factory = Factory()
+    turns = 0
+    turn = Wait._next
+
+    async def counted(self: Wait, upcoming: Any) -> None:
+        nonlocal turns
+        turns += 1
+        await turn(self, upcoming)
+
+    monkeypatch.setattr(Wait, "_next", counted)
+    clock = ManualClock()
+    async with world(create=factory, clock=clock) as w:
+        trainer = await starving_trainer(w)
+        done = await trainer.begin_sample(1, 0)
+        await trainer.complete(done.lend)
+        factory.made.recheck = (await trainer.events())[-1].at + 10.0
+        stream = trainer.sample_stream(1, 0, attempt=1)
+        await stream.read()
+        await w.buffer.set_depth(2, held="old")
+        assert (await stream.read()).progress.depth.HasField("hold")
+        before = turns
+        await clock.advance(11.0)
+        assert turns <= before + 2
         await w.buffer.set_depth(6)
         assert (await rest_of(stream))[-1].done.HasField("proceed")

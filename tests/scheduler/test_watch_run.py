@@ -7,6 +7,8 @@ from contextlib import AsyncExitStack
 from itertools import pairwise
 from typing import Any
 
+import pytest
+
 from services.runtime.errors import Code, out_of_range, unimplemented
 from tests.scheduler.fakes import FakeEngine, host_buffer, host_engine
 from tests.scheduler.world import RUN, Trainer, World, error_of, rest_of, run_config, world
@@ -320,7 +322,8 @@ async def test_a_take_over_follows_the_groups_where_its_predecessor_stopped() ->
         assert [list(e.groups_added.group_ids) for e in seen if e.HasField("groups_added")] == [["a"], ["b"]]
 
 
-async def test_a_buffer_that_trimmed_its_events_is_followed_from_now_on() -> None:
+@pytest.mark.parametrize("reason", ["EVENTS_TRIMMED", "EVENTS_AHEAD"])
+async def test_a_buffer_that_lost_its_events_is_followed_from_now_on(reason: str) -> None:
     """What is lost is lost; following nothing at all would be worse."""
     async with world() as w:
         trainer = await w.trainer()
@@ -328,10 +331,12 @@ async def test_a_buffer_that_trimmed_its_events_is_followed_from_now_on() -> Non
         event = buffer_pb2.GroupEvent
         await w.buffer.tell(event(kind=Kind.GROUP_EVENT_KIND_ADDED, group_id="a", trajectories=1))
         await until(trainer, "groups_added")
-        w.buffer.script.failures["WatchGroups"].append(out_of_range("EVENTS_TRIMMED", "too old"))
+        w.buffer.script.failures["WatchGroups"].append(out_of_range(reason, "no such number"))
         w.buffer.script.arrived["WatchGroups"].clear()
         target = w.buffer_host.target
         await w.buffer_host.stop(0)
+        if reason == "EVENTS_AHEAD":
+            w.buffer.group_events.clear()
         async with host_buffer(w.buffer, listen=target):
             await w.buffer.script.arrived["WatchGroups"].wait()
             w.buffer.script.arrived["WatchGroups"].clear()

@@ -32,6 +32,9 @@ from services.runtime.errors import (
     unknown_epoch,
 )
 
+# Far beyond any number of trainers, and far from the end of the int64 that carries it.
+_LARGEST_EPOCH = 2**62
+
 
 @dataclass(frozen=True, slots=True)
 class Expired:
@@ -109,6 +112,9 @@ class Run:
         granted = state.epoch + 1 if epoch is None else epoch
         if granted <= state.epoch:
             raise stale_epoch(granted, state.epoch)
+        if granted > _LARGEST_EPOCH:
+            message = "an epoch is at most 2**62"
+            raise invalid_argument("epoch", message, value=granted, reason="OUT_OF_RANGE")
         state.epoch = granted
         returned = 0
         for lease in list(state.leases.live.values()):

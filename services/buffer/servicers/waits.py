@@ -11,6 +11,7 @@ from services.buffer.domain.run import Run, WaitSpec
 from services.buffer.domain.waits import WaitEnd
 from services.buffer.parking import ParkedWait
 from services.buffer.servicers.base import BufferCalls, Context, optional_epoch, required_step
+from services.buffer.wire.scalars import int64
 from services.buffer.wire.waits import progress_to, refill_due_to, sample_done_to, sampled_to, wait_done_to
 from services.runtime.errors import invalid_argument, require_id, resource_exhausted
 from services.runtime.waits import deadline_after, duration_seconds, park, wait_budget
@@ -215,7 +216,7 @@ class WaitCalls(BufferCalls):
             self.desk.record(run, st.Record(release_payload=lease_id), self.desk.moment())
         self.desk.contact(run)
         await self.desk.durable()
-        return pb.ReleasePayloadResponse(bytes_released=freed)
+        return pb.ReleasePayloadResponse(bytes_released=int64(freed))
 
     def _leased(self, request: Any) -> tuple[Run, str]:
         run = self.run(request.run_id)

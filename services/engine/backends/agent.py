@@ -232,6 +232,8 @@ class AgentBackend:
             kind=pb.UPDATE_KIND_ASLEEP,
             weight_version=version,
             adapter=adapter,
+            # The controller has compared the versions.
+            allow_older=True,
             timeout=write_duration(timeout),
         )
         answer: pb.BeginWeightUpdateResponse = await self._call(self._agent.control.BeginWeightUpdate(request))
@@ -267,10 +269,9 @@ class AgentBackend:
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
         call = self._agent.data.Generate(write_engine_request(self._run_id, self._replica_id, request))
-        given = len(request.output)
         try:
             async for response in call:
-                output = read_output(response, given)
+                output = read_output(response)
                 if output is not None:
                     yield output
         except grpc.RpcError as error:

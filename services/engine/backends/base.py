@@ -15,7 +15,7 @@ from typing import Protocol
 
 from services.engine.domain.operations import Shard
 from services.engine.domain.replica import EngineState
-from services.engine.domain.requests import Finish, JoinKey, Sampling, Span
+from services.engine.domain.requests import Finish, JoinKey, Sampling
 from services.engine.domain.spec import Cache, PauseMode
 from services.engine.domain.tokens import Stretches
 from services.runtime.errors import TurnoutError, unavailable
@@ -45,12 +45,12 @@ class EngineRequest:
 
 @dataclass(frozen=True, slots=True)
 class EngineOutput:
-    """New tokens. The last one of a request has `finish`, and `spans` over all tokens of this stream."""
+    """New tokens under one weight version, None if the engine cannot tell. The last of a request has `finish`."""
 
     token_ids: Sequence[int]
     logprobs: Sequence[float] = ()
+    weight_version: int | None = None
     finish: Finish | None = None
-    spans: tuple[Span, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

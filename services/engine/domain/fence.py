@@ -59,6 +59,10 @@ class Fence:
     def check(self, run_id: str, epoch: int | None) -> None:
         """Refuse a command of another run or epoch."""
         self.require_run(run_id)
+        self.check_epoch(epoch)
+
+    def check_epoch(self, epoch: int | None) -> None:
+        """Refuse a command of another epoch."""
         if epoch is None:
             if self.epoch:
                 raise failed_precondition(

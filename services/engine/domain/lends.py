@@ -24,6 +24,7 @@ class Lends:
         self.lend_id = ""
         self.members: tuple[str, ...] = ()
         self._closed: OrderedDict[str, None] = OrderedDict()
+        self._aborted: OrderedDict[str, None] = OrderedDict()
         self._reclaiming: dict[str, int] = {}
 
     def begin(self, lend_id: str, members: Iterable[str]) -> tuple[str, ...]:
@@ -36,7 +37,7 @@ class Lends:
         chosen = tuple(sorted(members))
         busy = next((member for member in chosen if member in self._reclaiming), None)
         if busy is not None:
-            raise aborted("RECLAIM_RUNNING", f"{busy} is being reclaimed: lend it afterwards", replica_id=busy)
+            raise aborted("RECLAIM_UNDER_WAY", f"{busy} is being reclaimed: lend it afterwards", replica_id=busy)
         if not chosen:
             raise failed_precondition("NO_REPLICA", "there is no healthy hybrid replica to lend", field="replica_ids")
         self.lend_id, self.members = lend_id, chosen
@@ -46,15 +47,23 @@ class Lends:
         """The members of the open lend of this id."""
         self._refuse_closed(lend_id)
         if self.lend_id != lend_id:
-            raise not_found("LEND_NOT_FOUND", f"no lend {lend_id!r}", lend_id=lend_id)
+            raise not_found("LEND_UNKNOWN", f"no lend {lend_id!r}", field="lend_id", value=lend_id)
         return self.members
 
+    def join(self, replica_id: str) -> str:
+        """A hybrid replica has registered: it joins the open lend. Returns its id, empty if there is none."""
+        if self.lend_id:
+            self.members = tuple(sorted({*self.members, replica_id}))
+        return self.lend_id
+
     def abort(self, lend_id: str) -> tuple[str, ...]:
-        """Close the lend of this id, so that it can never open (again); returns the replicas to free."""
-        self._remember(lend_id)
-        if self.lend_id != lend_id:
+        """Close the lend of this id; returns the replicas to free. One that was aborted before has none left."""
+        if lend_id in self._aborted:
             return ()
-        members, self.lend_id, self.members = self.members, "", ()
+        members = self.require_open(lend_id)
+        self._remember(lend_id)
+        self._aborted[lend_id] = None
+        self.lend_id, self.members = "", ()
         return members
 
     def reclaim(self, members: Iterable[str]) -> None:
@@ -82,10 +91,14 @@ class Lends:
     def _remember(self, lend_id: str) -> None:
         self._closed[lend_id] = None
         if len(self._closed) > CLOSED_KEPT:
-            self._closed.popitem(last=False)
+            oldest, _ = self._closed.popitem(last=False)
+            self._aborted.pop(oldest, None)
 
     def _refuse_closed(self, lend_id: str) -> None:
         if lend_id in self._closed:
             raise failed_precondition(
-                "LEND_CLOSED", f"lend {lend_id!r} was reclaimed or aborted: use a new id", lend_id=lend_id
+                "LEND_CLOSED",
+                f"lend {lend_id!r} was reclaimed or aborted: use a new id",
+                field="lend_id",
+                value=lend_id,
             )

@@ -90,6 +90,14 @@ class Operation:
         if self.outcomes[outcome.replica_id].kind is OutcomeKind.PENDING:
             self.outcomes[outcome.replica_id] = outcome
 
+    def reopen(self) -> list[str]:
+        """Go on with what failed; returns the replicas that are left."""
+        left = [failure.replica_id for failure in self.failures]
+        for replica_id in left:
+            self.outcomes[replica_id] = Outcome(replica_id)
+        self.duration = None
+        return left
+
     def end(self, duration: float) -> None:
         """Every replica has its outcome."""
         self.duration = duration

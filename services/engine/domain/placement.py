@@ -51,8 +51,8 @@ class Placement:
         return len(self._tickets.get(replica_id, ()))
 
     def place(self, usable: Iterable[str], session_id: str = "") -> Ticket | None:
-        """Place a request on one of the usable replicas; None if there is none."""
-        candidates = sorted(replica_id for replica_id in usable if replica_id in self._lives)
+        """Place a request on the least loaded of the usable replicas, the first of equals; None if there is none."""
+        candidates = [replica_id for replica_id in usable if replica_id in self._lives]
         if not candidates:
             return None
         chosen = self._sessions.get(session_id) if session_id else None

@@ -14,6 +14,9 @@ from services.runtime.errors import invalid_argument, require_id
 MAX_BLOB_BYTES: Final = 1 << 20
 """A communicator id or a table of handles is some kilobytes; more is meant for UpdateWeights."""
 
+MAX_MEETING_BYTES: Final = 3 << 20
+"""The answer, which has the bytes of all, must fit into the 4 MiB that gRPC clients take by default."""
+
 
 @dataclass(slots=True)
 class Meeting:
@@ -59,7 +62,12 @@ class Rendezvous:
             )
         if meeting.blobs.get(participant, blob) != blob:
             raise invalid_argument(
-                "blob", f"{participant!r} brought other bytes before", value=participant, reason="BLOB_DIFFERS"
+                "blob", f"{participant!r} brought other bytes before", value=participant, reason="BLOB_CHANGED"
+            )
+        others = sum(len(brought) for who, brought in meeting.blobs.items() if who != participant)
+        if others + len(blob) > MAX_MEETING_BYTES:
+            raise invalid_argument(
+                "blob", f"the blobs of a meeting hold at most {MAX_MEETING_BYTES} bytes", value=others + len(blob)
             )
         meeting.blobs[participant] = blob
         self._meetings[update_id, name] = meeting

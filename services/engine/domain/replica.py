@@ -144,6 +144,11 @@ class Replica:
         return self.state.declared_tags - self.state.resident_tags
 
     @property
+    def held_version(self) -> int | None:
+        """Version of the base weights, None while there are none, or a mixture."""
+        return self.weight_version if self.weights is Weights.INTACT else None
+
+    @property
     def fully_asleep(self) -> bool:
         return not self.state.resident_tags
 
@@ -372,7 +377,8 @@ class Replica:
     def plan_pause(self, mode: PauseMode, clear_cache: bool) -> Plan:
         """Stop scheduling."""
         if not self.state.paused:
-            return Plan((Pause(mode, clear_cache),))
+            stop = Pause(mode, clear_cache)
+            return Plan((stop,) if mode is PauseMode.KEEP else (stop, Drain()))
         now = self.state.pause_mode
         if now is not None and now is not mode:
             raise self._refusal("PAUSED_IN_OTHER_MODE", f"it is paused in mode {now.value}", current=now.value)
@@ -454,13 +460,13 @@ class Replica:
 
     # -------------------------------------------------------------------------------------------------- weight updates
 
-    def check_update(self, kind: UpdateKind, version: int, adapter: bool) -> None:
+    def check_update(self, kind: UpdateKind, version: int, *, adapter: bool, allow_older: bool = False) -> None:
         """Refuse an update that cannot begin."""
         self._refuse_if(bool(self.update_id), "UPDATE_OPEN")
-        held = self.adapter_version if adapter else self.weight_version
-        if held is not None and version < held and not (self.must_load and not adapter):
+        held = self.adapter_version if adapter else self.held_version
+        if held is not None and version < held and not allow_older:
             raise self._refusal(
-                "VERSION_NOT_NEWER",
+                "VERSION_OLDER",
                 f"it holds version {held}, {version} is older",
                 field="weight_version",
                 value=version,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Final
 
@@ -53,14 +53,6 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
-    """A stretch of tokens under one weight version."""
-
-    tokens: int
-    weight_version: int
-
-
-@dataclass(frozen=True, slots=True)
 class Segment:
     """A stretch of output from one replica under one weight version; `weight_version` None if it has no tokens."""
 
@@ -68,6 +60,17 @@ class Segment:
     weight_version: int | None
     replica_id: str
     continued: bool = False
+
+
+@dataclass(slots=True)
+class Piece:
+    """Output of one segment that its caller has not got yet; `new_segment` if none of that segment came before."""
+
+    replica_id: str
+    weight_version: int
+    new_segment: bool
+    token_ids: list[Sequence[int]] = field(default_factory=list)
+    logprobs: list[Sequence[float]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -80,12 +83,13 @@ class Generation:
     sampling: Sampling
     output: Stretches[int] = field(default_factory=Stretches)
     segments: list[Segment] = field(default_factory=list)
-    logprobs: Stretches[float] = field(default_factory=Stretches)
     join_key: JoinKey | None = None
     session_id: str = ""
     delta_tokens: int = 64
     delta_interval: float = 0.5
     pinned_to: str = ""
+    _unsent: list[Piece] = field(default_factory=list)
+    _segment_open: bool = False
 
     def validate(self) -> None:
         """Refuse what can never be right."""
@@ -111,17 +115,33 @@ class Generation:
         require_non_negative("delta_interval", self.delta_interval)
         _check_sampling(self.sampling)
 
-    def append(self, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
-        """New output came."""
+    def append(self, replica_id: str, version: int, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
+        """Output came from a replica under a weight version."""
+        if not tokens:
+            return
         self.output.append(tokens)
-        self.logprobs.append(logprobs)
+        last = self.segments[-1] if self.segments else None
+        if self._segment_open and last is not None and last.weight_version == version:
+            self.segments[-1] = replace(last, tokens=last.tokens + len(tokens))
+            begins = False
+        else:
+            if last is not None:
+                self.segments[-1] = replace(last, continued=True)
+            self.segments.append(Segment(len(tokens), version, replica_id))
+            self._segment_open = begins = True
+        if begins or not self._unsent:
+            self._unsent.append(Piece(replica_id, version, begins))
+        self._unsent[-1].token_ids.append(tokens)
+        self._unsent[-1].logprobs.append(logprobs)
 
-    def close_stretch(self, replica_id: str, spans: Sequence[Span], continued: bool) -> None:
-        """A stay on a replica is over; `spans` cover its tokens, in order."""
-        kept = [span for span in spans if span.tokens]
-        for position, span in enumerate(kept):
-            more = continued or position < len(kept) - 1
-            self.segments.append(Segment(span.tokens, span.weight_version, replica_id, more))
+    def leave(self) -> None:
+        """The stay on a replica is over: what comes next is another segment."""
+        self._segment_open = False
+
+    def take(self) -> list[Piece]:
+        """The output that was not taken yet, by segment."""
+        unsent, self._unsent = self._unsent, []
+        return unsent
 
 
 def default_seed(request_id: str) -> int:

@@ -20,13 +20,19 @@ CLOSED_KEPT: Final = 100
 
 @dataclass(slots=True)
 class Update:
-    """One transaction. `blackout` is in domain seconds."""
+    """One transaction. `blackout` is in domain seconds.
+
+    `opened` is the present wave as it opened, `wave` what is left of it.
+    """
 
     update_id: str
     kind: UpdateKind
     version: int
     adapter: bool = False
     keep_requests: bool = False
+    allow_older: bool = False
+    wave_index: int = -1
+    opened: frozenset[str] = frozenset()
     wave: set[str] = field(default_factory=set)
     later: list[tuple[str, ...]] = field(default_factory=list)
     touched: set[str] = field(default_factory=set)
@@ -35,6 +41,7 @@ class Update:
     blackout: float = 0.0
     tokens_recomputed: int = 0
     closed: bool = False
+    aborted: bool = False
 
     @property
     def remaining(self) -> list[str]:
@@ -47,10 +54,28 @@ class Update:
             return ()
         wave = self.later.pop(0)
         self.wave = set(wave)
+        self.opened = frozenset(wave)
+        self.wave_index += 1
         return wave
 
+    def require_wave(self, index: int) -> None:
+        """Refuse calls for another wave than the open one, with FAILED_PRECONDITION / WAVE_NOT_OPEN."""
+        if index != self.wave_index:
+            raise failed_precondition(
+                "WAVE_NOT_OPEN",
+                f"wave {self.wave_index} of {self.update_id!r} is open, not {index}",
+                field="wave_index",
+                value=index,
+                current=self.wave_index,
+            )
+
+    def leave_out(self, replica_id: str) -> None:
+        """The replica did not get ready: it is no part of the wave."""
+        self.drop(replica_id)
+        self.opened -= {replica_id}
+
     def drop(self, replica_id: str) -> None:
-        """The replica is not in the transaction any more: done, failed to get ready, or taken away."""
+        """The replica is not in the transaction any more: done, or taken away."""
         self.wave.discard(replica_id)
         self.later = [rest for wave in self.later if (rest := tuple(m for m in wave if m != replica_id))]
 
@@ -88,10 +113,10 @@ class Updates:
         return [update for update in self._known.values() if not update.closed]
 
     def find(self, update_id: str) -> Update:
-        """The transaction, open or closed, or NOT_FOUND / UPDATE_NOT_FOUND."""
+        """The transaction, open or closed, or NOT_FOUND / UPDATE_UNKNOWN."""
         found = self._known.get(update_id)
         if found is None:
-            raise not_found("UPDATE_NOT_FOUND", f"no weight update {update_id!r}", update_id=update_id)
+            raise not_found("UPDATE_UNKNOWN", f"no weight update {update_id!r}", update_id=update_id)
         return found
 
     def require_open(self, update_id: str) -> Update:
@@ -105,7 +130,7 @@ class Updates:
 def require_members(update: Update, replica_ids: Iterable[str], field_name: str) -> None:
     """Refuse replicas that are not in the present wave."""
     for replica_id in replica_ids:
-        if replica_id not in update.wave:
+        if replica_id not in update.opened:
             raise invalid_argument(
                 field_name,
                 f"{replica_id!r} is not in the present wave of {update.update_id!r}",

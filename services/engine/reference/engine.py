@@ -32,7 +32,7 @@ from services.engine.reference.memory import Memory
 from services.engine.reference.model import PseudoModel
 from services.engine.reference.streams import Stream
 from services.runtime.clock import Clock, Timer
-from services.runtime.errors import aborted, failed_precondition, invalid_argument, out_of_range
+from services.runtime.errors import aborted, data_loss, failed_precondition, invalid_argument, out_of_range
 
 CAPABILITIES: Final = frozenset(
     {"sleep", "wake_tags", NATIVE_RELEASE, "pause_wait", "pause_keep", "weight_chunks", "weight_checksum"}
@@ -224,25 +224,27 @@ class ReferenceEngine:
     async def update_weights(self, size: int, info_json: str, chunks: AsyncIterator[bytes], timeout: float) -> None:
         await self._enter("update_weights")
         self._require_update()
-        if size > self._config.weights_bytes:
+        # A further move goes behind those before it; one that failed is sent again to where it began.
+        begin = self._written
+        if begin + size > self._config.weights_bytes:
             raise out_of_range(
                 "WEIGHTS_TOO_LARGE",
                 f"{self._spec.replica_id} holds {self._config.weights_bytes} bytes of weights",
                 field="size",
-                value=size,
+                value=begin + size,
             )
         written = 0
         async for chunk in chunks:
             self._require_alive()
             self._change_weights(Weights.HALF_UPDATED, self._version)
             for memory in self._shards:
-                memory.write(written, chunk)
+                memory.write(begin + written, chunk)
             written += len(chunk)
         if written != size:
             raise aborted("WEIGHTS_INCOMPLETE", f"{written} of {size} bytes of weights arrived")
-        await self._clock.sleep(self._config.load_seconds)
+        await self._clock.sleep(self._config.load_seconds * (begin == 0))
         self._require_alive()
-        self._written = written
+        self._written = begin + written
 
     async def finish_weight_update(self, checksum: str, timeout: float) -> None:
         await self._enter("finish_weight_update")
@@ -250,7 +252,7 @@ class ReferenceEngine:
         for memory in self._shards:
             memory.loaded = self._written or memory.loaded
             if checksum and memory.checksum() != checksum:
-                raise failed_precondition(
+                raise data_loss(
                     "CHECKSUM_MISMATCH",
                     f"the weights of {self._spec.replica_id} have another checksum than the trainer's",
                     value=checksum,

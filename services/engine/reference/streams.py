@@ -10,7 +10,7 @@ import asyncio
 from collections import deque
 
 from services.engine.backends.base import EngineOutput, EngineRequest
-from services.engine.domain.requests import Finish, Span
+from services.engine.domain.requests import Finish
 from services.engine.reference.model import Script
 from services.runtime.errors import TurnoutError
 
@@ -38,20 +38,19 @@ class Stream:
         self._stretches.append((tokens, version, garbage))
 
     def give(self, tokens: int, version: int, garbage: bool, finish: Finish | None = None) -> None:
-        """`tokens` exist now; hand out those that were not yet."""
-        stretches = [*self._stretches, (tokens, version, garbage)]
-        ids: list[int] = []
-        logprobs: list[float] = []
+        """`tokens` exist now; hand out those that were not yet, one output for each version."""
+        parts = [*self._stretches, (tokens, version, garbage)]
+        self._stretches.clear()
         offset = len(self.request.output)
-        start = self.given
-        for stop, _, spoiled in stretches:
-            if stop > start:
-                ids += self.script.tokens(offset + start, offset + stop, spoiled).tolist()
-                if self.request.sampling.logprobs:
-                    logprobs += self.script.logprobs(offset + start, offset + stop, spoiled).tolist()
-                start = stop
-        self.given = tokens
-        self._ready.append(EngineOutput(ids, logprobs, finish, self._spans(stretches) if finish else ()))
+        for position, (stop, made_under, spoiled) in enumerate(parts):
+            last = finish if position == len(parts) - 1 else None
+            if stop == self.given and last is None:
+                continue
+            span = (offset + self.given, offset + stop, spoiled)
+            self.given = stop
+            ids = self.script.tokens(*span).tolist()
+            logprobs = self.script.logprobs(*span).tolist() if self.request.sampling.logprobs else ()
+            self._ready.append(EngineOutput(ids, logprobs, made_under, last))
         self.ended = finish is not None
         self._wake.set()
 
@@ -69,16 +68,3 @@ class Stream:
             self._wake.clear()
             await self._wake.wait()
         return self._ready.popleft()
-
-    @staticmethod
-    def _spans(stretches: list[tuple[int, int, bool]]) -> tuple[Span, ...]:
-        spans: list[Span] = []
-        start = 0
-        for stop, version, _ in stretches:
-            if stop > start:
-                if spans and spans[-1].weight_version == version:
-                    spans[-1] = Span(spans[-1].tokens + stop - start, version)
-                else:
-                    spans.append(Span(stop - start, version))
-                start = stop
-        return tuple(spans)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
 from google.protobuf.duration_pb2 import Duration
@@ -10,14 +10,27 @@ from google.protobuf.message import Message
 
 from services.engine.controller import Controller
 from services.engine.domain.operations import Operation
+from services.engine.fanout import Target
 from services.engine.slot import Slot
 from services.engine.wire.enums import ROLES
+from services.engine.wire.operations import write_operation
 from services.runtime.errors import require_positive
 from services.runtime.idempotency import fingerprint
 from services.runtime.waits import duration_seconds
 from turnout.engine.v1 import engine_pb2 as pb
 
 T = TypeVar("T")
+Operable = (
+    pb.SleepRequest
+    | pb.WakeUpRequest
+    | pb.ReleaseKvCacheRequest
+    | pb.ResumeKvCacheRequest
+    | pb.PauseRequest
+    | pb.ResumeRequest
+    | pb.ResetCachesRequest
+    | pb.CollectiveRpcRequest
+)
+"""Requests of operations that a repeat goes on with."""
 
 
 class Calls:
@@ -46,11 +59,37 @@ class Calls:
             return self._controller.timeout(None)
         return require_positive("timeout", duration_seconds(duration, "timeout"))
 
-    async def _once(self, request: Message, run_id: str, request_id: str, execute: Callable[[], Awaitable[T]]) -> T:
+    async def _operate(
+        self, request: Operable, slots: Sequence[Slot], run: Callable[[Target], Awaitable[Operation]]
+    ) -> pb.Operation:
+        """Run an operation, or go on with the one that this request_id began; the answer is one that succeeded."""
+        call = type(request).__name__.removesuffix("Request")
+        content = _content(request)
+        timeout = self._timeout(optional_timeout(request))
+
+        async def execute() -> pb.Operation:
+            partials = self._controller.partials
+            target = Target(slots, timeout, partials.find(call, request.request_id, content))
+            operation = await run(target)
+            partials.keep(call, request.request_id, content, operation)
+            return write_operation(succeeded(operation))
+
+        return await self._once(request, request.request_id, execute)
+
+    async def _once(self, request: Message, request_id: str, execute: Callable[[], Awaitable[T]]) -> T:
         """Execute a mutation, or give the answer that its request_id got before."""
         call = type(request).__name__.removesuffix("Request")
         now = self._controller.clock.wall()
-        return await self._controller.answers.once(run_id, call, request_id, fingerprint(request), now, execute)
+        # There is one run, and ids are scoped to the call.
+        return await self._controller.answers.once(call, call, request_id, _content(request), now, execute)
+
+
+def _content(request: Message) -> bytes:
+    """What tells two requests apart; a repeat may come under another epoch or with more time."""
+    if isinstance(request, pb.OpenEpochRequest):
+        return fingerprint(request)  # its epoch is what it asks for, not the caller's
+    names = {field.name for field in request.DESCRIPTOR.fields}
+    return fingerprint(request, ignore=names & {"epoch", "timeout"})
 
 
 def succeeded(operation: Operation) -> Operation:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import grpc.aio
 
 from services.engine.domain.spec import PauseMode
-from services.engine.servicers.base import Calls, optional_epoch, optional_timeout, succeeded
+from services.engine.servicers.base import Calls, optional_epoch
 from services.engine.wire.enums import CACHES, PAUSE_MODES, read_level
 from services.engine.wire.operations import write_operation
 from services.runtime.errors import invalid_argument
@@ -20,74 +20,70 @@ class CommandCalls(Calls):
     async def Sleep(
         self, request: pb.SleepRequest, context: Context[pb.SleepRequest, pb.SleepResponse]
     ) -> pb.SleepResponse:
-        controller = self._command(request.run_id, optional_epoch(request))
+        commands = self._command(request.run_id, optional_epoch(request)).commands
+        level = read_level(request.level)
         mode = PAUSE_MODES.read("mode", request.mode, default=PauseMode.ABORT)
-        operation = await controller.commands.sleep(
-            self._select(request.selector), read_level(request.level), mode, self._timeout(optional_timeout(request))
-        )
-        return pb.SleepResponse(operation=write_operation(succeeded(operation)))
+        slots = self._select(request.selector)
+        operation = await self._operate(request, slots, lambda target: commands.sleep(target, level, mode))
+        return pb.SleepResponse(operation=operation)
 
     async def WakeUp(
         self, request: pb.WakeUpRequest, context: Context[pb.WakeUpRequest, pb.WakeUpResponse]
     ) -> pb.WakeUpResponse:
-        controller = self._command(request.run_id, optional_epoch(request))
+        commands = self._command(request.run_id, optional_epoch(request)).commands
         tags = frozenset(request.tags.tags) if request.HasField("tags") else None
         if tags is not None and not tags:
             raise invalid_argument("tags", "name at least one tag, or leave tags out for all", reason="EMPTY_TAGS")
-        operation = await controller.commands.wake_up(
-            self._select(request.selector), tags, self._timeout(optional_timeout(request))
-        )
-        return pb.WakeUpResponse(operation=write_operation(succeeded(operation)))
+        slots = self._select(request.selector)
+        operation = await self._operate(request, slots, lambda target: commands.wake_up(target, tags))
+        return pb.WakeUpResponse(operation=operation)
 
     async def ReleaseKvCache(
         self,
         request: pb.ReleaseKvCacheRequest,
         context: Context[pb.ReleaseKvCacheRequest, pb.ReleaseKvCacheResponse],
     ) -> pb.ReleaseKvCacheResponse:
-        controller = self._command(request.run_id, optional_epoch(request))
-        slots, timeout = self._select(request.selector), self._timeout(optional_timeout(request))
-        operation = await controller.commands.release_kv_cache(slots, timeout)
-        return pb.ReleaseKvCacheResponse(operation=write_operation(succeeded(operation)))
+        commands = self._command(request.run_id, optional_epoch(request)).commands
+        operation = await self._operate(request, self._select(request.selector), commands.release_kv_cache)
+        return pb.ReleaseKvCacheResponse(operation=operation)
 
     async def ResumeKvCache(
         self, request: pb.ResumeKvCacheRequest, context: Context[pb.ResumeKvCacheRequest, pb.ResumeKvCacheResponse]
     ) -> pb.ResumeKvCacheResponse:
-        controller = self._command(request.run_id, optional_epoch(request))
-        slots, timeout = self._select(request.selector), self._timeout(optional_timeout(request))
-        operation = await controller.commands.resume_kv_cache(slots, timeout)
-        return pb.ResumeKvCacheResponse(operation=write_operation(succeeded(operation)))
+        commands = self._command(request.run_id, optional_epoch(request)).commands
+        operation = await self._operate(request, self._select(request.selector), commands.resume_kv_cache)
+        return pb.ResumeKvCacheResponse(operation=operation)
 
     async def Pause(
         self, request: pb.PauseRequest, context: Context[pb.PauseRequest, pb.PauseResponse]
     ) -> pb.PauseResponse:
-        controller = self._command(request.run_id, optional_epoch(request))
+        commands = self._command(request.run_id, optional_epoch(request)).commands
         mode = PAUSE_MODES.read("mode", request.mode, default=PauseMode.ABORT)
         clear_cache = request.clear_cache if request.HasField("clear_cache") else True
-        operation = await controller.commands.pause(
-            self._select(request.selector), mode, clear_cache, self._timeout(optional_timeout(request))
-        )
-        return pb.PauseResponse(operation=write_operation(succeeded(operation)))
+        slots = self._select(request.selector)
+        operation = await self._operate(request, slots, lambda target: commands.pause(target, mode, clear_cache))
+        return pb.PauseResponse(operation=operation)
 
     async def Resume(
         self, request: pb.ResumeRequest, context: Context[pb.ResumeRequest, pb.ResumeResponse]
     ) -> pb.ResumeResponse:
-        controller = self._command(request.run_id, optional_epoch(request))
-        slots, timeout = self._select(request.selector), self._timeout(optional_timeout(request))
-        operation = await controller.commands.resume(slots, timeout)
-        return pb.ResumeResponse(operation=write_operation(succeeded(operation)))
+        commands = self._command(request.run_id, optional_epoch(request)).commands
+        operation = await self._operate(request, self._select(request.selector), commands.resume)
+        return pb.ResumeResponse(operation=operation)
 
     async def ResetCaches(
         self, request: pb.ResetCachesRequest, context: Context[pb.ResetCachesRequest, pb.ResetCachesResponse]
     ) -> pb.ResetCachesResponse:
-        controller = self._command(request.run_id, optional_epoch(request))
-        operation = await controller.commands.reset_caches(
+        commands = self._command(request.run_id, optional_epoch(request)).commands
+        caches = frozenset(CACHES.read("caches", cache) for cache in request.caches)
+        operation = await self._operate(
+            request,
             self._select(request.selector),
-            frozenset(CACHES.read("caches", cache) for cache in request.caches),
-            request.reset_running_requests,
-            request.reset_connectors,
-            self._timeout(optional_timeout(request)),
+            lambda target: commands.reset_caches(
+                target, caches, request.reset_running_requests, request.reset_connectors
+            ),
         )
-        return pb.ResetCachesResponse(operation=write_operation(succeeded(operation)))
+        return pb.ResetCachesResponse(operation=operation)
 
     async def Abort(
         self, request: pb.AbortRequest, context: Context[pb.AbortRequest, pb.AbortResponse]
@@ -103,15 +99,14 @@ class CommandCalls(Calls):
     async def CollectiveRpc(
         self, request: pb.CollectiveRpcRequest, context: Context[pb.CollectiveRpcRequest, pb.CollectiveRpcResponse]
     ) -> pb.CollectiveRpcResponse:
-        controller = self._command(request.run_id, optional_epoch(request))
-        operation = await controller.commands.collective_rpc(
+        commands = self._command(request.run_id, optional_epoch(request)).commands
+        shard = request.shard if request.HasField("shard") else None
+        operation = await self._operate(
+            request,
             self._select(request.selector),
-            request.method,
-            request.arguments_json,
-            request.shard if request.HasField("shard") else None,
-            self._timeout(optional_timeout(request)),
+            lambda target: commands.collective_rpc(target, request.method, request.arguments_json, shard),
         )
-        return pb.CollectiveRpcResponse(operation=write_operation(succeeded(operation)))
+        return pb.CollectiveRpcResponse(operation=operation)
 
     async def GetOperation(
         self, request: pb.GetOperationRequest, context: Context[pb.GetOperationRequest, pb.GetOperationResponse]

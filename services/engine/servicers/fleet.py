@@ -24,32 +24,40 @@ class FleetCalls(Calls):
         controller.fence.check_binding(request.run_id)
 
         async def execute() -> pb.OpenEpochResponse:
-            epoch = controller.fence.open_epoch(request.run_id, request.epoch if request.HasField("epoch") else None)
-            return pb.OpenEpochResponse(epoch=epoch, incarnation=controller.incarnation)
+            epoch = await controller.open_epoch(request.run_id, request.epoch if request.HasField("epoch") else None)
+            return pb.OpenEpochResponse(
+                epoch=epoch, incarnation=controller.incarnation, time_scale=controller.clock.scale
+            )
 
-        return await self._once(request, request.run_id, request.request_id, execute)
+        return await self._once(request, request.request_id, execute)
 
     async def Register(
         self, request: pb.RegisterRequest, context: Context[pb.RegisterRequest, pb.RegisterResponse]
     ) -> pb.RegisterResponse:
+        controller = self._controller
+        controller.fence.check_binding(request.run_id)
+        if request.HasField("epoch"):
+            controller.fence.check_epoch(request.epoch)
         spec = read_spec(request.spec)
 
         async def execute() -> pb.RegisterResponse:
-            slot = await self._controller.register(request.run_id, spec)
+            slot = await controller.register(request.run_id, spec)
             return pb.RegisterResponse(replica=self._write(slot))
 
-        return await self._once(request, request.run_id, request.request_id, execute)
+        return await self._once(request, request.request_id, execute)
 
     async def Deregister(
         self, request: pb.DeregisterRequest, context: Context[pb.DeregisterRequest, pb.DeregisterResponse]
     ) -> pb.DeregisterResponse:
         controller = self._read(request.run_id)
+        if request.HasField("epoch"):
+            controller.fence.check_epoch(request.epoch)
 
         async def execute() -> pb.DeregisterResponse:
             await controller.deregister(request.replica_id)
             return pb.DeregisterResponse()
 
-        return await self._once(request, request.run_id, request.request_id, execute)
+        return await self._once(request, request.request_id, execute)
 
     async def ListReplicas(
         self, request: pb.ListReplicasRequest, context: Context[pb.ListReplicasRequest, pb.ListReplicasResponse]

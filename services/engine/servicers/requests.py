@@ -44,6 +44,7 @@ class RequestCalls(Calls):
             version = fleet.routes.version
             yield pb.WatchRoutesResponse(
                 version=version,
+                incarnation=controller.incarnation,
                 routes=[
                     pb.Route(
                         replica_id=slot.replica_id,

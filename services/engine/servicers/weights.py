@@ -36,19 +36,19 @@ class WeightCalls(Calls):
         context: Context[pb.BeginWeightUpdateRequest, pb.BeginWeightUpdateResponse],
     ) -> pb.BeginWeightUpdateResponse:
         controller = self._command(request.run_id, optional_epoch(request))
-        slots = self._select(request.selector)
         kind = UPDATE_KINDS.read("kind", request.kind, default=UpdateKind.AWAKE)
         keep = KEEPS_IN_FLIGHT.read("in_flight", request.in_flight, default=False)
         timeout = self._timeout(optional_timeout(request))
 
         async def execute() -> pb.BeginWeightUpdateResponse:
             update, operation = await controller.updating.begin(
-                slots,
+                self._select(request.selector),
                 kind,
                 request.weight_version,
                 adapter=request.adapter,
                 keep_requests=keep,
                 staggered=request.staggered,
+                allow_older=request.allow_older,
                 timeout=timeout,
             )
             return pb.BeginWeightUpdateResponse(
@@ -56,9 +56,10 @@ class WeightCalls(Calls):
                 wave=_layouts(controller.fleet, update.wave),
                 remaining=update.remaining,
                 operation=write_operation(operation),
+                wave_index=update.wave_index,
             )
 
-        return await self._once(request, request.run_id, request.request_id, execute)
+        return await self._once(request, request.request_id, execute)
 
     async def UpdateWeights(
         self,
@@ -67,11 +68,12 @@ class WeightCalls(Calls):
     ) -> pb.UpdateWeightsResponse:
         first = await anext(request_iterator, None)
         if first is None or first.WhichOneof("frame") != "header":
-            raise invalid_argument("header", "the first frame of UpdateWeights is its header")
+            raise invalid_argument("header", "the first frame of UpdateWeights is its header", reason="BAD_FRAME")
         header = first.header
         controller = self._command(header.run_id, optional_epoch(header))
         operation = await controller.updating.feed(
             header.update_id,
+            header.wave_index,
             header.replica_ids,
             header.size,
             header.info_json,
@@ -89,17 +91,23 @@ class WeightCalls(Calls):
     ) -> pb.CommitWeightUpdateResponse:
         controller = self._command(request.run_id, optional_epoch(request))
         acks = {ack.replica_id: Ack(ack.ok, ack.checksum) for ack in request.acks}
-        update, operation = await controller.updating.commit(
-            request.update_id, acks, self._timeout(optional_timeout(request))
-        )
-        return pb.CommitWeightUpdateResponse(
-            operation=write_operation(succeeded(operation)),
-            complete=update.complete,
-            wave=_layouts(controller.fleet, update.wave),
-            remaining=update.remaining,
-            blackout=write_duration(controller.updating.blackout(update)),
-            tokens_recomputed=update.tokens_recomputed,
-        )
+        timeout = self._timeout(optional_timeout(request))
+
+        async def execute() -> pb.CommitWeightUpdateResponse:
+            update, operation = await controller.updating.commit(request.update_id, request.wave_index, acks, timeout)
+            return pb.CommitWeightUpdateResponse(
+                operation=write_operation(succeeded(operation)),
+                complete=update.complete,
+                wave=_layouts(controller.fleet, update.wave),
+                remaining=update.remaining,
+                blackout=write_duration(controller.updating.blackout(update)),
+                tokens_recomputed=update.tokens_recomputed,
+                next_wave_index=0 if update.complete else update.wave_index,
+            )
+
+        # A wave is committed once: its number makes the call repeatable.
+        wave = f"{request.update_id} {request.wave_index}"
+        return await controller.answers.once("commit", "commit", wave, b"", controller.clock.wall(), execute)
 
     async def AbortWeightUpdate(
         self,
@@ -143,7 +151,7 @@ def _layouts(fleet: Fleet, replica_ids: Iterable[str]) -> list[pb.ReplicaLayout]
         pb.ReplicaLayout(
             replica_id=slot.replica_id,
             ranks=[pb.RankLayout(rank=rank, gpu=write_gpu(gpu)) for rank, gpu in enumerate(slot.replica.spec.gpus)],
-            weight_version=slot.replica.weight_version,
+            weight_version=slot.replica.held_version,
         )
         for slot in fleet.all
         if slot.replica_id in wanted
@@ -163,4 +171,4 @@ async def _frames(requests: AsyncIterator[pb.UpdateWeightsRequest]) -> AsyncIter
                 yield request.end.crc32c
                 return
             case _:
-                raise invalid_argument("frame", "after the header come chunks and one end")
+                raise invalid_argument("frame", "after the header come chunks and one end", reason="BAD_FRAME")

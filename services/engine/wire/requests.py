@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from services.engine.backends.base import EngineOutput, EngineRequest
-from services.engine.domain.requests import Generation, JoinKey, Sampling, Segment, Span, default_seed
+from services.engine.domain.requests import Finish, Generation, JoinKey, Piece, Sampling, Segment, default_seed
 from services.engine.domain.tokens import Stretches
-from services.engine.generation import DeltaEvent, DoneEvent, Event, PlacedEvent
+from services.engine.generation import DoneEvent, Event, PlacedEvent
 from services.engine.wire.enums import FINISHES
 from services.runtime.waits import duration_seconds
 from turnout.engine.v1 import engine_pb2 as pb
@@ -50,17 +48,18 @@ def write_event(event: Event, generation: Generation) -> pb.GenerateResponse:
     match event:
         case PlacedEvent(replica_id=replica_id, parked=parked):
             return pb.GenerateResponse(placed=pb.Placed(replica_id=replica_id, parked=parked))
-        case DeltaEvent(token_ids=token_ids, logprobs=logprobs):
+        case Piece():
             response = pb.GenerateResponse()
-            _write_delta(response.delta, token_ids, logprobs)
+            _write_piece(response.delta, event)
             return response
-        case DoneEvent(finish=finish, token_ids=token_ids, logprobs=logprobs):
+        case DoneEvent(finish=finish, rest=rest):
             # Filled in place: a message that is passed to another's constructor is copied, whole outputs with it.
             response = pb.GenerateResponse()
             done = response.done
             done.finish_reason = FINISHES.write(finish)
             done.segments.extend(_write_segment(segment) for segment in generation.segments)
-            _write_delta(done.rest, token_ids, logprobs)
+            if rest is not None:
+                _write_piece(done.rest, rest)
             return response
 
 
@@ -94,23 +93,20 @@ def write_engine_request(run_id: str, replica_id: str, request: EngineRequest) -
     return message
 
 
-def read_output(response: pb.GenerateResponse, given: int) -> EngineOutput | None:
-    """What an agent's event means to the controller; `given` is how many tokens of output the agent was sent."""
+def read_output(response: pb.GenerateResponse) -> EngineOutput | None:
+    """What an agent's event means to the controller; None for one that means nothing to it."""
     match response.WhichOneof("event"):
         case "delta":
-            return EngineOutput(response.delta.token_ids, response.delta.logprobs)
+            return _read_delta(response.delta, None)
         case "done":
-            done = response.done
-            segments = done.segments[1:] if given else done.segments
-            spans = tuple(Span(segment.tokens, segment.weight_version) for segment in segments)
-            return EngineOutput(
-                done.rest.token_ids,
-                done.rest.logprobs,
-                FINISHES.read("finish_reason", done.finish_reason),
-                spans,
-            )
+            return _read_delta(response.done.rest, FINISHES.read("finish_reason", response.done.finish_reason))
         case _:
             return None
+
+
+def _read_delta(delta: pb.Delta, finish: Finish | None) -> EngineOutput:
+    version = delta.weight_version if delta.HasField("weight_version") else None
+    return EngineOutput(delta.token_ids, delta.logprobs, version, finish)
 
 
 def write_join_key(key: JoinKey) -> pb.JoinKey:
@@ -134,12 +130,14 @@ def _read_sampling(request: pb.GenerateRequest) -> Sampling:
     )
 
 
-def _write_delta(delta: pb.Delta, token_ids: Sequence[Sequence[int]], logprobs: Sequence[Sequence[float]]) -> None:
-    delta.SetInParent()
+def _write_piece(delta: pb.Delta, piece: Piece) -> None:
+    delta.weight_version = piece.weight_version
+    delta.replica_id = piece.replica_id
+    delta.new_segment = piece.new_segment
     # Extending by a repeated field, which is what agents send, copies without making Python objects.
-    for ids in token_ids:
+    for ids in piece.token_ids:
         delta.token_ids.extend(ids)
-    for values in logprobs:
+    for values in piece.logprobs:
         delta.logprobs.extend(values)
 
 

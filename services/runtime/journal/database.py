@@ -230,11 +230,8 @@ def configure(connection: Connection, options: JournalOptions) -> None:
         connection.execute(f"PRAGMA {pragma}").fetchall()
 
 
-def verify(connection: Connection, files: JournalFiles, meta: Meta, genesis: int) -> Contents:
-    """Read everything, change nothing. Raises DATA_LOSS with the last good position, or sqlite3.Error if unreadable.
-
-    `genesis` is the checksum that the first batch of all follows.
-    """
+def verify(connection: Connection, files: JournalFiles, meta: Meta) -> Contents:
+    """Read everything, change nothing. Raises DATA_LOSS with the last good position, or sqlite3.Error if unreadable."""
     name = files.database.name
     chain = Chain(meta.snapshot_position + 1)
     log_bytes = 0
@@ -245,8 +242,6 @@ def verify(connection: Connection, files: JournalFiles, meta: Meta, genesis: int
             if not _is_behind(row, meta.snapshot_position):
                 log_bytes += len(chain.accept(row).body)
         rows.close()
-        if meta.snapshot_position == 0 and chain.crc is not None:
-            _verify_genesis(connection, genesis)
         check = connection.execute("PRAGMA quick_check(1)").fetchone()
     except BrokenChainError as broken:
         raise damaged(name, broken.detail, last_good=broken.last_good) from None
@@ -256,17 +251,10 @@ def verify(connection: Connection, files: JournalFiles, meta: Meta, genesis: int
         raise
     if check != ("ok",):
         raise damaged(name, f"the database is damaged: {check}", last_good=chain.next_position - 1)
-    crc = chain.crc if chain.crc is not None else genesis
-    return Contents(meta, chain.next_position - 1, crc, log_bytes)
+    return Contents(meta, chain.next_position - 1, chain.crc or 0, log_bytes)
 
 
 def _is_behind(row: tuple[object, ...], snapshot_position: int) -> bool:
     """Return whether a row holds only records that the snapshot stands for: a crash came before its deletion."""
     first, count = row[0], row[1]
     return isinstance(first, int) and isinstance(count, int) and first + count - 1 <= snapshot_position
-
-
-def _verify_genesis(connection: Connection, genesis: int) -> None:
-    row = connection.execute("SELECT first, previous FROM batches ORDER BY first LIMIT 1").fetchone()
-    if row != (1, genesis):
-        raise BrokenChainError("the first batch is not that of this journal", 0)

@@ -121,7 +121,7 @@ class Journal(Protocol):
         ...
 
     def replay(self, after: int | None = None, streams: Collection[str] | None = None) -> AsyncIterator[Record]:
-        """Yield the durable records after position `after` in order, up to the last one at the time of the call.
+        """Yield the durable records after position `after` in order, up to the last one when it begins.
 
         Without `after` it begins behind the snapshot. `streams` chooses; None = all. May run while serving, any number
         at a time, for however long: no lock is held between two records.

@@ -17,8 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
 
-import google_crc32c
-
 from services.runtime.journal.ballast import Ballast
 from services.runtime.journal.database import Contents, Database, configure, verify
 from services.runtime.journal.failures import Cause, cause_of, damaged, failure_of, is_damage
@@ -96,7 +94,7 @@ def _verified(files: JournalFiles, schema: str, seams: Seams) -> Contents | None
             return None
         if meta.snapshot_position:
             _verify_snapshot(files, meta)
-        return verify(connection, files, meta, _genesis(meta.journal_id))
+        return verify(connection, files, meta)
     except sqlite3.Error as error:
         if is_damage(error):
             raise damaged(files.database.name, str(error), last_good=0) from error
@@ -145,7 +143,7 @@ def _prepare(
     ballast.drop()  # A full disk needs the space for what follows; it is taken again at the end.
     if contents is None:
         # What is here belongs to a creation that was cut short; nothing was ever acknowledged from it.
-        contents = Contents(Meta(schema, journal_id), 0, _genesis(journal_id), 0)
+        contents = Contents(Meta(schema, journal_id), 0, 0, 0)
         create = True
     else:
         create = False
@@ -176,9 +174,3 @@ def _prepare(
         database.close(checkpoint=False)
         raise
     return database
-
-
-def _genesis(journal_id: bytes) -> int:
-    """Return what the first batch follows: another journal's batches do not fit."""
-    crc: int = google_crc32c.value(journal_id)
-    return crc

@@ -77,7 +77,6 @@ class SqliteJournal:
         self._rest = ThreadPoolExecutor(1, thread_name_prefix=f"{schema} journal")
         self._loop = asyncio.get_running_loop()
         self._prefixes: dict[str, bytes] = {}
-        self._stopped = asyncio.Event()
         self._snapshotting = False
         self._state = JournalState.CLOSED
         self._failure: JournalFailure | None = None
@@ -130,7 +129,7 @@ class SqliteJournal:
         self._checkpointing: Future[None] | None = None
         self._state = JournalState.OPEN
         self._failure = None
-        self._stopped.clear()
+        self._stopped: asyncio.Future[JournalFailure] = self._loop.create_future()
         name = f"{self._schema} journal writer"
         self._writer = Writer(self._database.append, self, self._after_work, name)
 
@@ -242,8 +241,7 @@ class SqliteJournal:
             self._snapshotting = False
 
     async def failed(self) -> JournalFailure:
-        await self._stopped.wait()
-        return self._failure or JournalFailure(closed(), fatal=False)
+        return await asyncio.shield(self._stopped)
 
     async def reopen(self) -> None:
         if self._state is not JournalState.FAILED:
@@ -277,7 +275,7 @@ class SqliteJournal:
         finally:
             self._shut_threads()
             self._lock.release()
-            self._stopped.set()
+            self._stop(self._failure or JournalFailure(closed(), fatal=False))
 
     def committed(self, parcels: list[Parcel]) -> None:
         """Tell those who wait; called by the writer."""
@@ -305,7 +303,11 @@ class SqliteJournal:
                 item.fail(self._failure.error)
         self._last = Parcel()
         self._last.settle(self._failure.error)
-        self._stopped.set()
+        self._stop(self._failure)
+
+    def _stop(self, failure: JournalFailure) -> None:
+        if not self._stopped.done():
+            self._stopped.set_result(failure)
 
     def _refusal(self) -> TurnoutError:
         error = self._failure.error if self._failure else closed()
@@ -332,7 +334,6 @@ class SqliteJournal:
         """Run something on the writer's thread, after all that was handed in."""
         if self._state is not JournalState.OPEN:
             raise self._refusal()
-        self._hand_over()
         return self._writer.call(run)
 
     async def _aside(self, run: Callable[[], R]) -> R:

@@ -35,6 +35,9 @@ DEFAULT_IDLE_TOLERANCE_S = 2.0
 DEFAULT_TRAINER_LEASE_S = 60.0
 """Outlasts a stall of the trainer's process, and a restarted trainer does not wait long for it to run out."""
 
+_MOST_WARMUP_GROUPS = 2**53
+"""Up to here a product of batches is exact, and it fits into the int64 that answers it."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
@@ -104,6 +107,13 @@ def check(config: RunConfig, create: PolicyFactory = policies.create) -> RunConf
     """
     require_id("config.partition", config.partition)
     require_non_negative("config.num_warmup_batches", config.num_warmup_batches)
+    if config.num_warmup_batches * config.train_batch_size > _MOST_WARMUP_GROUPS:
+        raise invalid_argument(
+            "config.num_warmup_batches",
+            f"a warm-up has at most {_MOST_WARMUP_GROUPS} groups",
+            value=config.num_warmup_batches,
+            train_batch_size=config.train_batch_size,
+        )
     require_positive("config.trainer_lease", config.trainer_lease_s)
     if config.engine_timeout_s is not None:
         require_positive("config.engine_timeout", config.engine_timeout_s)

@@ -47,8 +47,16 @@ class EventLog:
     def read(self, start: int, limit: int) -> list[RunEvent]:
         """At most `limit` events from sequence number `start` (at least 1) on.
 
-        Raises OUT_OF_RANGE / EVENTS_TRIMMED if `start` is older than what is kept.
+        Raises OUT_OF_RANGE: EVENTS_TRIMMED if `start` is older than what is kept, EVENTS_AHEAD if it is above the next.
         """
+        if start > self.last + 1:
+            raise out_of_range(
+                "EVENTS_AHEAD",
+                f"the next event is {self.last + 1}: these numbers are of another life of the run",
+                field="from_sequence",
+                value=start,
+                next_sequence=self.last + 1,
+            )
         if start < self._first:
             raise out_of_range(
                 "EVENTS_TRIMMED",

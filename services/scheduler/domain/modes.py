@@ -33,6 +33,11 @@ class Modes:
         return self._intent is Mode.ROLLOUT
 
     @property
+    def in_between(self) -> bool:
+        """Whether a lend or its end is under way, or failed and was not undone."""
+        return self._intent in (Mode.LENDING, Mode.RECLAIMING)
+
+    @property
     def unconfirmed(self) -> tuple[str, ...]:
         """Hybrid replicas that were not confirmed free, by id."""
         return tuple(sorted(replica for replica, free in self._free.items() if not free))

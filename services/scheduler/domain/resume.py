@@ -6,7 +6,10 @@ checkpoint or the live state. Nothing is rolled back or kept by guessing.
 
 from dataclasses import dataclass
 
-from services.runtime.errors import failed_precondition
+from services.runtime.errors import failed_precondition, invalid_argument
+
+_LARGEST_STEP = 2**62
+"""Beyond any job, and far from the end of the int64 that carries the steps after it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,9 +24,12 @@ class Resume:
 def check_resume(resume: Resume | None, scheduler_step: int | None, buffer_step: int) -> int:
     """The step after which the trainer goes on.
 
-    `scheduler_step` is None if this scheduler does not know the run. Raises FAILED_PRECONDITION / RESUME_MISMATCH.
+    `scheduler_step` is None if this scheduler does not know the run. Raises FAILED_PRECONDITION / RESUME_MISMATCH, and
+    INVALID_ARGUMENT for a step that leaves no room for the next ones.
     """
     step = 0 if resume is None else resume.step
+    if step > _LARGEST_STEP:
+        raise invalid_argument("resume.resume_step", f"resume_step must be at most {_LARGEST_STEP}", value=step)
     if resume is not None and (resume.keep_live or resume.checkpoint_id):
         return step
     if scheduler_step in (None, step) and buffer_step == step:

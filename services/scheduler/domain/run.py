@@ -67,6 +67,8 @@ class Run:
         self.config = config
         self.epoch = 0
         self.is_open = False
+        self.resumed = False
+        """Whether the trainer resumed: engines that no update has reached since may hold newer weights than its own."""
         self.opened_wall = moment.wall
         self.modes = Modes()
         self.lends = Lends()
@@ -84,6 +86,7 @@ class Run:
         self._origin = moment.now
         self._pending: RunConfig | None = None
         self._announced_step = 0
+        self._announced_sample: tuple[int, int] | None = None
         self._starving = False
         self._reported = self.modes.mode
         self._waiting_action: DecisionAction | None = None
@@ -103,12 +106,23 @@ class Run:
         """The run's own time at `now` of the service's clock."""
         return now - self._origin
 
-    def open(self, epoch: int, config: RunConfig, resume: Resume | None, moment: Moment) -> None:
-        """A trainer begins the run, or takes it over where `resume` says. What the policy learned stays."""
+    def open(
+        self,
+        epoch: int,
+        config: RunConfig,
+        resume: Resume | None,
+        moment: Moment,
+        saved: SavedState | None = None,
+    ) -> None:
+        """A trainer begins the run, or takes it over where `resume` says.
+
+        What the policy learned stays, unless `saved` says what the same policy knew at the checkpoint that is resumed.
+        """
         if self.lends.open is not None:
             self.abandoned(self.lends.open, "a new trainer took the run over", moment)
         self.epoch = epoch
         self.is_open = True
+        self.resumed = resume is not None
         self.opened_wall = moment.wall
         step = 0 if resume is None else resume.step
         self.order = CallOrder(Position(step=step), config.parameter_sync_step)
@@ -116,8 +130,12 @@ class Run:
         self.timings = StepTimings()
         self._starving = False
         self._announced_step = step
+        self._announced_sample = None
         self._pending = None
         self._adopt(config)
+        if saved is not None and saved.policy.name == config.policy:
+            self._policy, self._feed = copy.deepcopy((saved.policy, saved.feed))
+            self._feed.config = config.policy_config
         checkpoint_id = "" if resume is None else resume.checkpoint_id
         opened = events.RunOpened(epoch, step, config.as_json(), resume is not None, checkpoint_id)
         self.record(opened, moment)
@@ -193,8 +211,11 @@ class Run:
         self.record(events.StepBegan(step), moment)
 
     def begin_sample(self, mini_batch: int, depth: Depth, moment: Moment) -> None:
-        """The trainer asks for a mini-batch."""
+        """The trainer asks for a mini-batch; a repeat after a failure is noted once."""
         self.observe_depth(depth, moment)
+        if self._announced_sample == (depth.step, mini_batch):
+            return
+        self._announced_sample = (depth.step, mini_batch)
         self.record(events.MiniBatchBegan(depth.step, mini_batch, depth.sampleable), moment)
         if depth.sampleable < self.config.mini_batch_size:
             self._starving = True
@@ -305,12 +326,6 @@ class Run:
         """A copy of what a checkpoint keeps."""
         policy, feed = copy.deepcopy((self._policy, self._feed))
         return SavedState(self.step, policy, feed)
-
-    def restore(self, saved: SavedState) -> None:
-        """Go back to what a checkpoint kept, under the present configuration. Call `open` afterwards."""
-        if saved.policy.name != self.config.policy:
-            return
-        self._policy, self._feed = copy.deepcopy((saved.policy, saved.feed))
 
     @property
     def mode(self) -> Mode:

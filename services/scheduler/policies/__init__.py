@@ -1,6 +1,7 @@
 """Policies: when a run's hybrid GPUs move.
 
-Invariants: importing this package loads neither gRPC nor protobuf, so any process may; a policy is known by one name.
+Invariants: importing this package loads neither gRPC nor protobuf, so any process may; a policy is known by one name,
+and `shadow:` before a name makes it watch while verl acts.
 """
 
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from services.scheduler.policies.fixed import FixedPolicy
 from services.scheduler.policies.jit import JitPolicy
 from services.scheduler.policies.metrics import decision_metrics
 from services.scheduler.policies.off import OffPolicy
+from services.scheduler.policies.shadow import PREFIX, ShadowPolicy, switching
 from services.scheduler.policies.types import PolicyConfig
 from services.scheduler.policies.verl import VerlPolicy
 
@@ -47,6 +49,9 @@ def names() -> tuple[str, ...]:
 
 def create(name: str, config: PolicyConfig) -> Policy:
     """A new policy called `name`, with nothing observed. Raises UnknownPolicyError, which lists the names."""
-    if name not in _POLICIES:
-        raise UnknownPolicyError("policy", name, f"one of {', '.join(_POLICIES)}")
-    return _POLICIES[name](config)
+    watched = name.removeprefix(PREFIX)
+    if watched not in _POLICIES:
+        raise UnknownPolicyError("policy", name, f"one of {', '.join(_POLICIES)}, or {PREFIX} and one of them")
+    if name == watched:
+        return _POLICIES[name](config)
+    return ShadowPolicy(config, _POLICIES[watched](switching(config)))

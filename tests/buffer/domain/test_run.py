@@ -62,6 +62,17 @@ def test_epochs_only_rise_and_fence() -> None:
     assert run.state.epoch == 6
 
 
+def test_an_epoch_never_outgrows_its_field() -> None:
+    """A trainer after one that asked for the last int64 made a run that could not be shown, and hid all others."""
+    world = World()
+    run = world.run
+    assert reason(lambda: run.open_epoch(2**63 - 1, world.at)) == "OUT_OF_RANGE"
+    assert run.state.epoch == 0
+    run.open_epoch(2**62, world.at)
+    assert reason(lambda: run.open_epoch(None, world.at)) == "OUT_OF_RANGE"
+    assert run.state.epoch == 2**62
+
+
 def test_a_new_epoch_takes_back_leases_waits_and_refill_claims() -> None:
     """What the old trainer held would otherwise be lost until its leases run out."""
     world = World(config(group_filter_metric="reward"))

@@ -116,7 +116,7 @@ def resume(engine: Engine) -> Any:
 @pytest.mark.parametrize("mode", ["ABORT", "WAIT", "KEEP"])
 async def test_h39_modes_differ_for_running_requests_and_hold_new_ones(mode: str) -> None:
     """A wrapper accepted wait and behaved like keep."""
-    async with recorded("s0:standalone", scale=0.02) as (engine, recorders):
+    async with recorded("s0:standalone", scale=0.15) as (engine, recorders):
         for _ in range(3):
             async with requests_running(engine, 3, max_tokens=300) as tasks:
                 await pause(engine, mode)

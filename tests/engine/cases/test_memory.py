@@ -63,7 +63,7 @@ async def test_h25_sleep_pauses_and_drains_before_memory_goes() -> None:
 async def test_h25_sleep_in_mode_wait_lets_requests_end() -> None:
     """Mode wait promises that the requests finish first."""
     async with (
-        recorded("c0:colocated", scale=0.05) as (engine, recorders),
+        recorded("c0:colocated", scale=0.4) as (engine, recorders),
         requests_running(engine, 5, max_tokens=150) as tasks,
     ):
         await sleep(engine, mode="WAIT")

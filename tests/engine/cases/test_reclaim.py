@@ -43,7 +43,8 @@ async def test_h44_interrupted_work_keeps_its_tokens() -> None:
     async with recorded("h0:hybrid", "s0:standalone", scale=0.01) as (engine, _):
         await lend(engine, "l", 0)
         wanted = [(0, 10), (1, 200), (2, 0)]
-        whole = {i: (await generate(engine, f"w{i}", (i,), max_tokens=3000)).tokens for i, _ in wanted}
+        outputs = await asyncio.gather(*(generate(engine, f"w{i}", (i,), max_tokens=8000) for i, _ in wanted))
+        whole = {i: output.tokens for (i, _), output in zip(wanted, outputs, strict=True)}
         tasks = []
         for i, so_far in wanted:
             fields: dict[str, Any] = {"output_token_ids": whole[i][:so_far]}
@@ -51,7 +52,7 @@ async def test_h44_interrupted_work_keeps_its_tokens() -> None:
                 fields["output_segments"] = [pb.OutputSegment(tokens=so_far, weight_version=7, replica_id="old")]
             sampling = pb.Sampling(seed=default_seed(f"w{i}"))
             tasks.append(
-                asyncio.create_task(generate(engine, f"r{i}", (i,), max_tokens=3000, sampling=sampling, **fields))
+                asyncio.create_task(generate(engine, f"r{i}", (i,), max_tokens=8000, sampling=sampling, **fields))
             )
         await until(lambda: in_engines(engine) == 3)
         await engine.stub.Reclaim(pb.ReclaimRequest(run_id=RUN))
@@ -88,7 +89,7 @@ async def test_h44_a_lend_that_races_with_a_reclaim_is_aborted() -> None:
         first = asyncio.ensure_future(engine.stub.Reclaim(pb.ReclaimRequest(run_id=RUN)))
         await until(lambda: "sleep(2)" in recorders["h0"].calls)
         begin = pb.BeginLendRequest(run_id=RUN, lend_id="l2")
-        await refused(engine.stub.BeginLend(begin), "ABORTED", "RECLAIM_RUNNING")
+        await refused(engine.stub.BeginLend(begin), "ABORTED", "RECLAIM_UNDER_WAY")
         second = asyncio.ensure_future(engine.stub.Reclaim(pb.ReclaimRequest(run_id=RUN)))
         gate.set()
         assert kinds((await first).operation) == {"h0": "DONE"}

@@ -13,8 +13,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from services.runtime.errors import TurnoutError
-from services.runtime.journal import Durability, Durable, Record
-from tests.runtime.journal.helpers import Faults, opened, options, records_of
+from services.runtime.journal import Durability, Durable, JournalState, Record
+from services.runtime.journal.meta import Connection, connect_sqlite
+from services.runtime.journal.opening import Seams
+from tests.runtime.journal.helpers import Faults, chunked, opened, options, records_of, snapshot_of
 
 LEVELS = [Durability.FSYNC, Durability.OS]
 CALLERS = st.lists(
@@ -73,6 +75,24 @@ async def test_a_record_is_in_the_file_when_its_promise_is_kept(tmp_path: Path, 
         assert reader.execute("SELECT first, count FROM batches").fetchall() == [(1, 1)]
     assert durable.done()
     assert durable.error() is None
+    await journal.close()
+
+
+@pytest.mark.parametrize(("level", "synchronous"), [(Durability.FSYNC, 2), (Durability.OS, 1)])
+async def test_every_connection_syncs_as_its_level_asks(tmp_path: Path, level: Durability, synchronous: int) -> None:
+    """The setting belongs to a connection, and SQLite's default differs between builds."""
+    connections: list[Connection] = []
+
+    def connect(path: Path, mode: str) -> Connection:
+        connections.append(connect_sqlite(path, mode))
+        return connections[-1]
+
+    journal = await opened(tmp_path, options(level), seams=Seams(connect=connect))
+    assert len(connections) > 3
+    for connection in connections[-3:]:
+        assert connection.execute("PRAGMA synchronous").fetchone() == (synchronous,)
+        assert connection.execute("PRAGMA wal_autocheckpoint").fetchone() == (0,)
+        assert connection.execute("PRAGMA journal_mode").fetchone() == ("wal",)
     await journal.close()
 
 
@@ -230,7 +250,17 @@ async def test_durability_none_keeps_nothing(tmp_path: Path) -> None:
     assert durable.done()
     assert await durable == journal.durable_position == 1
     assert await records_of(journal) == []
+    await journal.snapshot(1, chunked([b"x"]))
+    assert (await snapshot_of(journal), journal.snapshot_position) == ([], 0)
+    assert await journal.tail() == journal.stats.records == 1
+    assert not await journal.take_ballast()
+    assert not await journal.give_back_ballast()
+    with pytest.raises(TurnoutError) as refused:
+        await journal.reopen()
+    assert refused.value.reason == "JOURNAL_NOT_FAILED"
+    assert journal.state is JournalState.OPEN
     await journal.close()
+    assert (await journal.failed()).error.reason == "JOURNAL_CLOSED"
     assert not (tmp_path / "none").exists()
     with pytest.raises(TurnoutError, match="closed"):
         journal.append("s", b"x")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
 from services.runtime.errors import Code, TurnoutError
-from services.runtime.journal import Durability, Journal
+from services.runtime.journal import Durability, Durable, Journal
 from services.runtime.journal.mark import read_mark
 from services.runtime.journal.opening import Seams
 from services.runtime.journal.sqlite import WAL_BOUND
@@ -220,6 +221,19 @@ async def test_a_source_that_fails_is_not_a_snapshot(tmp_path: Path) -> None:
     await journal.close()
 
 
+async def test_a_chunk_too_large_to_read_back_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Written all the same, it would make the next start fail."""
+    monkeypatch.setattr("services.runtime.journal.snapshot.MAX_CHUNK_BYTES", 10)
+    journal = await opened(tmp_path)
+    await fill(journal, 1)
+    with pytest.raises(TurnoutError) as refused:
+        await journal.snapshot(1, chunked([bytes(11)]))
+    assert (refused.value.code, refused.value.metadata["value"]) == (Code.INVALID_ARGUMENT, "11")
+    assert snapshots_in(tmp_path) == []
+    await journal.snapshot(1, chunked([bytes(10)]))
+    await journal.close()
+
+
 @pytest.mark.parametrize("position", [0, 3, 6, -1])
 async def test_a_snapshot_of_nothing_new_or_of_the_future_is_refused(tmp_path: Path, position: int) -> None:
     """One position back would bring deleted records into question, one ahead would skip records to come."""
@@ -304,6 +318,32 @@ async def test_the_wal_stays_bounded_while_writers_and_readers_never_rest(tmp_pa
     assert journal.stats.log_bytes > 20 * limit
     assert largest < (WAL_BOUND + 1) * limit
     await journal.close()
+
+
+async def test_commits_wait_for_a_checkpoint_that_falls_behind(tmp_path: Path) -> None:
+    """A writer that never syncs is faster than the disk, and would fill it with WAL."""
+    limit = 16 * KIB
+    faults = Faults()
+    go_on = threading.Event()
+    journal = await opened(tmp_path, options(checkpoint_bytes=limit), seams=faults.seams())
+    faults.before = lambda sql: _hold_on(sql, "PRAGMA wal_checkpoint", go_on)
+    while journal.stats.wal_bytes < WAL_BOUND * limit:
+        await fill(journal, 1, 4 * KIB)
+    behind = asyncio.ensure_future(_position(journal.append("s", b"x")))
+    done, _ = await asyncio.wait([behind], timeout=0.2)
+    assert not done
+    go_on.set()
+    assert await behind == journal.durable_position
+    await journal.close()
+
+
+async def _position(durable: Durable) -> int:
+    return await durable
+
+
+def _hold_on(sql: str, statement: str, go_on: threading.Event) -> None:
+    if sql.startswith(statement):
+        assert go_on.wait(20)
 
 
 async def test_space_of_deleted_batches_is_used_again(tmp_path: Path) -> None:

@@ -212,6 +212,26 @@ async def test_damage_within_the_wal_is_refused_and_the_wal_kept(memory_dir: Pat
     assert wal.read_bytes() == before
 
 
+async def test_a_damaged_list_of_free_pages_is_refused(memory_dir: Path) -> None:
+    """Every record is still there, but the next commits would be written over some of them."""
+    journal = await opened(memory_dir)
+    await fill(journal, 20, 9000)
+    await journal.snapshot(10, chunked([b"10"]))
+    await journal.close()
+    path = memory_dir / "journal.db"
+    data = bytearray(path.read_bytes())
+    page_size = int.from_bytes(data[16:18], "big")
+    trunk = (int.from_bytes(data[32:36], "big") - 1) * page_size
+    assert int.from_bytes(data[trunk + 4 : trunk + 8], "big") > 0, "a list without pages shows nothing"
+    root = 2
+    data[trunk + 8 : trunk + 12] = root.to_bytes(4, "big")
+    path.write_bytes(data)
+    with pytest.raises(TurnoutError) as refused:
+        await opened(memory_dir)
+    assert refused.value.code is Code.DATA_LOSS
+    assert refused.value.metadata["last_good_position"] == "20"
+
+
 async def test_an_older_copy_of_the_database_is_refused(memory_dir: Path) -> None:
     """Restoring a backup over the live file takes back answers that were given."""
     journal = await opened(memory_dir / "live")

@@ -57,15 +57,17 @@ async def test_a_failed_commit_fails_all_that_came_after_it(tmp_path: Path) -> N
     faults = Faults()
     journal = await opened(tmp_path, seams=faults.seams())
     made = await fill(journal, 3)
-    go_on = threading.Event()
+    busy, go_on = threading.Event(), threading.Event()
 
     def fault(sql: str) -> None:
         if sql.startswith(INSERT):
+            busy.set()
             assert go_on.wait(20)
             raise sqlite_error(sqlite3.SQLITE_IOERR_WRITE)
 
     faults.before = fault
-    durables = []
+    durables = [journal.append("s", b"fails itself")]
+    await asyncio.to_thread(busy.wait, 20)
     for number in range(5):
         durables.append(journal.append("s", b"%d" % number))
         await asyncio.sleep(0)
@@ -200,6 +202,81 @@ async def test_a_failed_journal_can_be_closed(tmp_path: Path) -> None:
     assert journal.state is JournalState.CLOSED
     journal = await opened(tmp_path)
     assert await records_of(journal) == []
+    await journal.close()
+
+
+async def test_a_checkpoint_that_fails_at_the_end_costs_nothing(tmp_path: Path) -> None:
+    """The records are in the WAL; the stop must still let go of everything."""
+    faults = Faults()
+    journal = await opened(tmp_path, seams=faults.seams())
+    made = await fill(journal, 3)
+    faults.fail("PRAGMA wal_checkpoint(TRUNCATE)", sqlite3.SQLITE_IOERR_READ)
+    await journal.close()
+    assert (await journal.failed()).error.reason == "JOURNAL_IO"
+    journal = await opened(tmp_path)
+    assert await records_of(journal) == made
+    await journal.close()
+
+
+@pytest.mark.parametrize(
+    "statement", ["SELECT name", "SELECT first", "PRAGMA journal_mode", "UPDATE meta", "SELECT max"]
+)
+async def test_a_disk_that_cannot_be_read_is_not_called_damage(tmp_path: Path, statement: str) -> None:
+    """An operator told of damage gives the journal up, though a cable may be all that is loose."""
+    journal = await opened(tmp_path)
+    made = await fill(journal, 3)
+    await journal.close()
+    faults = Faults()
+    faults.fail(statement, sqlite3.SQLITE_IOERR_READ)
+    with pytest.raises(TurnoutError) as refused:
+        await opened(tmp_path, seams=faults.seams())
+    assert (refused.value.code, refused.value.reason) == (Code.UNAVAILABLE, "JOURNAL_IO")
+    journal = await opened(tmp_path)
+    assert await records_of(journal) == made
+    await journal.close()
+
+
+async def test_a_directory_that_cannot_be_made_is_refused_clearly(tmp_path: Path) -> None:
+    """The start failure must be a line for the operator, not a traceback."""
+    (tmp_path / "file").touch()
+    with pytest.raises(TurnoutError) as refused:
+        await opened(tmp_path / "file" / "journal")
+    assert refused.value.reason == "JOURNAL_IO"
+
+
+async def test_a_read_error_while_serving_is_told_to_the_reader(tmp_path: Path) -> None:
+    """It concerns one reader; commits go on."""
+    faults = Faults()
+    journal = await opened(tmp_path, seams=faults.seams())
+    await fill(journal, 3)
+    for code, reason in ((sqlite3.SQLITE_IOERR_READ, "JOURNAL_IO"), (sqlite3.SQLITE_CORRUPT, "JOURNAL_DAMAGED")):
+        faults.fail("SELECT first", code)
+        with pytest.raises(TurnoutError) as refused:
+            await records_of(journal)
+        assert refused.value.reason == reason
+    faults.heal()
+    await fill(journal, 1)
+    assert len(await records_of(journal)) == 4
+    await journal.close()
+    with pytest.raises(TurnoutError):
+        await records_of(journal, 0)
+
+
+async def test_a_fault_of_the_program_fails_the_journal_too(tmp_path: Path) -> None:
+    """A writer's thread that dies in silence would leave every caller waiting."""
+    faults = Faults()
+
+    def bug(sql: str) -> None:
+        if sql.startswith(INSERT):
+            raise RuntimeError("a bug")
+
+    journal = await opened(tmp_path, seams=faults.seams())
+    faults.before = bug
+    error = await _refused(journal.append("s", b"x"))
+    assert (error.code, error.reason) == (Code.INTERNAL, "JOURNAL_FAULT")
+    faults.before = lambda sql: None
+    await journal.reopen()
+    await fill(journal, 1)
     await journal.close()
 
 

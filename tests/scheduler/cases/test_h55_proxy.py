@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from services.runtime.errors import Code
-from services.scheduler.peers import channel_options
+from services.scheduler.links import channel_options
 from tests.scheduler.fakes import host_buffer, host_engine
 from tests.scheduler.world import error_of, world
 

@@ -49,6 +49,8 @@ def test_a_good_configuration_passes_and_says_all_it_is() -> None:
         ({"idle_tolerance_s": math.nan}, "config.idle_tolerance"),
         ({"num_warmup_batches": math.inf}, "config.num_warmup_batches"),
         ({"num_warmup_batches": -0.5}, "config.num_warmup_batches"),
+        ({"num_warmup_batches": 1e308}, "config.num_warmup_batches"),
+        ({"num_warmup_batches": 1e18}, "config.num_warmup_batches"),
         ({"group_size": 0}, "config.group_size"),
         ({"max_response_tokens": 0}, "config.max_response_tokens"),
         ({"trainer_lease_s": 0.0}, "config.trainer_lease"),

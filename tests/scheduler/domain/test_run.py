@@ -186,14 +186,33 @@ def test_a_checkpoint_brings_back_what_the_policy_had_learned() -> None:
     before = run.decide(Point.SAMPLE_BEGIN, 1, moment(105.0))
     for cost_s in (1000.0, 1000.0, 1000.0):
         run.record(events.ReclaimDone(cost_s, counted=True), moment(106.0))
-    run.restore(saved)
-    run.record(events.LendDone("y", LendKind.STEP_END, 6.0, counted=True), moment(107.0))
-    run.record(events.StepEnded(1), moment(108.0))
-    run.observe_depth(Depth(2, 0, 0, 0), moment(108.0))
-    decision = run.decide(Point.STEP_END, 1, moment(108.0))
-    assert decision.numbers["effective_switch_cost_seconds"] == 10.0
+    run.open(2, GOOD, Resume(0, "checkpoint"), moment(107.0), saved)
+    assert cost_after_a_lend(run) == 10.0
     assert before.action is Action.KEEP
     assert saved.step == 0
+
+
+def cost_after_a_lend(run: Run) -> float:
+    """What the policy takes a round trip for at the end of step 1, after one lend of 6 s."""
+    run.record(events.LendDone("y", LendKind.STEP_END, 6.0, counted=True), moment(107.0))
+    run.record(events.StepBegan(1), moment(107.0))
+    run.record(events.StepEnded(1), moment(108.0))
+    run.observe_depth(Depth(2, 0, 0, 0), moment(108.0))
+    return run.decide(Point.STEP_END, 1, moment(108.0)).numbers["effective_switch_cost_seconds"]
+
+
+def test_a_checkpoint_is_gone_back_to_whatever_policy_the_run_had_meanwhile() -> None:
+    """Compared with the policy of before the resume, the roll-back was left out and later costs counted."""
+    run = lent(opened())
+    run.begin_step(1, moment(103.0))
+    run.returned(4.0, moment(104.0))
+    saved = run.save()
+    run.reconfigure(replace(GOOD, policy="fixed"))
+    run.begin_step(2, moment(105.0))
+    for cost_s in (1000.0, 1000.0, 1000.0):
+        run.record(events.ReclaimDone(cost_s, counted=True), moment(106.0))
+    run.open(2, GOOD, Resume(0, "checkpoint"), moment(107.0), saved)
+    assert cost_after_a_lend(run) == 10.0
 
 
 def test_a_checkpoint_of_another_policy_is_left_alone() -> None:
@@ -201,8 +220,18 @@ def test_a_checkpoint_of_another_policy_is_left_alone() -> None:
     run = opened()
     saved = run.save()
     other = Run("run", replace(GOOD, policy="fixed"), policies.create, 1000, 1.0, moment(0.0))
-    other.restore(saved)
+    other.open(2, other.config, Resume(0, "checkpoint"), moment(1.0), saved)
     other.decide(Point.SAMPLE_BEGIN, 0, moment(1.0))
-    made = other.log.read(1, 1)[0].event
+    made = other.log.read(other.log.last, 1)[0].event
     assert isinstance(made, events.DecisionMade)
     assert made.policy == "fixed"
+
+
+def test_a_mini_batch_that_is_asked_for_again_is_noted_once() -> None:
+    """Counted twice, its missing groups would make every later wait look shorter than it was."""
+    run = opened()
+    run.begin_step(1, moment(101.0))
+    for now in (102.0, 103.0):
+        run.begin_sample(0, Depth(1, 0, 0, 0), moment(now))
+    names = [type(placed.event).__name__ for placed in run.log.read(1, 99)]
+    assert names.count("MiniBatchBegan") == names.count("StarvationBegan") == 1

@@ -134,6 +134,14 @@ def test_a_mismatch_names_both_steps(resume: Resume | None, scheduler: int | Non
     assert caught.value.metadata["scheduler_step"] == ("unknown" if scheduler is None else str(scheduler))
 
 
+def test_a_resume_after_the_last_step_there_can_be_is_refused_before_anybody_is_fenced() -> None:
+    """Its next step fits into no answer: the run was opened, its predecessor fenced, and the call ended INTERNAL."""
+    with pytest.raises(TurnoutError) as caught:
+        check_resume(Resume(2**63 - 1, keep_live=True), None, 0)
+    assert caught.value.code is Code.INVALID_ARGUMENT
+    assert caught.value.metadata["field"] == "resume.resume_step"
+
+
 def test_the_log_has_no_gaps_and_time_does_not_run_backwards() -> None:
     """A consumer that resumes by number would miss or repeat events."""
     log = EventLog(limit=100)
@@ -157,6 +165,17 @@ def test_trimmed_events_are_an_error_never_a_gap() -> None:
         log.read(log.first - 1, 1)
     assert (caught.value.code, caught.value.reason) == (Code.OUT_OF_RANGE, "EVENTS_TRIMMED")
     assert caught.value.metadata["first"] == str(log.first)
+
+
+def test_numbers_of_another_life_are_an_error_never_a_silence() -> None:
+    """A consumer that went on after a restart of the service heard nothing until the new run was as long as the old."""
+    log = EventLog(limit=100)
+    log.append(StepBegan(1), 0.0, 0.0)
+    assert log.read(2, 1) == []
+    with pytest.raises(TurnoutError) as caught:
+        log.read(3, 1)
+    assert (caught.value.code, caught.value.reason) == (Code.OUT_OF_RANGE, "EVENTS_AHEAD")
+    assert caught.value.metadata["next_sequence"] == "2"
 
 
 def test_listeners_hear_of_every_event_until_they_stop() -> None:

@@ -7,7 +7,7 @@
 typed errors. The methods beside it are waits, watches and transfers, which outlive restarts of the service.
 """
 
-from turnout.client._buffer import AsyncBufferClient, BufferClient, ProgressFn, Sampled
+from turnout.client._buffer import AsyncBufferClient, BufferClient, Sampled
 from turnout.client._calls import duration, new_request_id, seconds
 from turnout.client._engine import AsyncEngineClient, DeltaFn, EngineClient, Generation
 from turnout.client._errors import (
@@ -39,6 +39,7 @@ from turnout.client._options import ClientOptions, Keepalive, RetryPolicy, Timeo
 from turnout.client._payloads import INLINE_BYTES
 from turnout.client._refills import RefillFn, Refills
 from turnout.client._scheduler import AsyncSchedulerClient, SchedulerClient
+from turnout.client._waits import ProgressFn
 
 __all__ = [
     "INLINE_BYTES",

@@ -1,31 +1,27 @@
-"""Clients of the replay buffer."""
+"""Clients of the replay buffer.
+
+Invariants: a batch is handed out once and whole, however often its Sample was armed; a watch of groups goes on behind
+the last event that was yielded; a payload arrives whole and unharmed or raises DataLoss.
+"""
 
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
+from collections.abc import AsyncGenerator, Generator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, Final, cast
-
-import grpc
+from typing import Any, cast
 
 from turnout.buffer.v1 import buffer_pb2, buffer_pb2_grpc
-from turnout.client._calls import BlockingCallChannel, duration, new_request_id, seconds
+from turnout.client._calls import BlockingCallChannel, duration, new_request_id
 from turnout.client._client import AsyncClient, Client
-from turnout.client._errors import TurnoutError, is_retryable, make_error
+from turnout.client._errors import TurnoutError, is_retryable, stream_ended
 from turnout.client._link import Link, iterate_blocking, run_blocking
 from turnout.client._options import ClientOptions
 from turnout.client._payloads import INLINE_BYTES, Bytes, Download, put_frames, size_of
 from turnout.client._refills import RefillFn, Refills
 from turnout.client._retry import Attempts, Outage
-from turnout.client._waits import Arming, hold
-
-ProgressFn = Callable[[buffer_pb2.WaitProgress], Awaitable[None] | None]
-"""Called with every PROGRESS event of a wait."""
-
-UNFINISHED: Final = (buffer_pb2.WAIT_OUTCOME_TIMED_OUT, buffer_pb2.WAIT_OUTCOME_HELD)
-"""Outcomes that say no more than that the time of an arming is over."""
+from turnout.client._waits import UNFINISHED, Arming, ProgressFn
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +83,9 @@ class AsyncBufferClient(AsyncClient):
             self.calls.WaitForSampleable,
             arm,
             request,
-            refills,
-            on_progress,
             again=lambda done: done.outcome in UNFINISHED,
+            refills=refills,
+            on_progress=on_progress,
         )
         return cast(buffer_pb2.WaitDone, done)
 
@@ -125,18 +121,13 @@ class AsyncBufferClient(AsyncClient):
             self.calls.Sample,
             arm,
             request,
-            refills,
-            on_progress,
             again=lambda done: done.outcome in UNFINISHED or torn(done),
+            refills=refills,
+            on_progress=on_progress,
             on_groups=lambda part: groups.extend(part.groups),
         )
         if torn(done):
-            raise make_error(
-                grpc.StatusCode.UNAVAILABLE,
-                "STREAM_ENDED",
-                f"the manifest arrived with {len(groups)} of {done.group_count} groups",
-                from_service=False,
-            )
+            raise stream_ended(f"the manifest arrived with {len(groups)} of {done.group_count} groups")
         return Sampled(done, groups)
 
     async def watch_depth(self, request: buffer_pb2.WatchDepthRequest) -> AsyncGenerator[buffer_pb2.Depth, None]:
@@ -196,56 +187,28 @@ class AsyncBufferClient(AsyncClient):
             request = buffer_pb2.GetPayloadsRequest(
                 run_id=run_id, lease_id=lease_id, claim=claim, refs=left, resume_at=resume_at
             )
+            outage.began(link.now())
             frames = self.calls.GetPayloads(request, timeout=times.transfer)
-            pause: float | None = None
             try:
                 async for frame in frames:
                     outage.heard(link.now())
                     data = download.take(frame)
                     if data is not None:
                         yield data
-                if not download.complete:
-                    pause = outage.pause(link.now())
+                if download.complete:
+                    return
+                raise stream_ended("the download ended before its last payload")
             except TurnoutError as error:
                 pause = outage.pause(link.now()) if is_retryable(error) else None
                 if pause is None:
                     raise
             finally:
                 frames.cancel()
-            if pause is not None:
-                await link.sleep(pause)
+            await link.sleep(pause)
 
     def _refills_of(self, request: Any, refill_fn: RefillFn | None) -> Refills:
         epoch = request.epoch if request.HasField("epoch") else None
         return self.refills(refill_fn, run_id=request.run_id, partition=request.partition, epoch=epoch)
-
-    async def _hold(
-        self,
-        call: Any,
-        arm: Callable[[Arming], Any],
-        request: Any,
-        refills: Refills,
-        on_progress: ProgressFn | None,
-        *,
-        again: Callable[[Any], bool],
-        on_groups: Callable[[buffer_pb2.SampledGroups], None] | None = None,
-    ) -> Any:
-        async def on_event(name: str, event: Any) -> None:
-            if name == "groups" and on_groups is not None:
-                on_groups(event)
-            elif name == "refill_due":
-                await refills.pay(event, request.step)
-            elif name == "progress" and on_progress is not None:
-                await self.link.invoke(on_progress, event)
-
-        return await hold(
-            self._policy,
-            call,
-            arm,
-            max_wait=seconds(request.max_wait) if request.HasField("max_wait") else None,
-            again=again,
-            on_event=on_event,
-        )
 
 
 class BufferClient(Client):

@@ -1,4 +1,7 @@
-"""What the clients of all three services share."""
+"""What the clients of all three services share.
+
+Invariant: a client has one link, one policy and one source of randomness for all its calls, waits and watches.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,11 @@ from collections.abc import AsyncGenerator, Callable
 from types import TracebackType
 from typing import Any, Self
 
-from turnout.client._calls import CallChannel, CallPolicy
+from turnout.client._calls import CallChannel, CallPolicy, seconds
 from turnout.client._link import AsyncLink, BlockingLink, Link, run_blocking
 from turnout.client._options import ClientOptions
-from turnout.client._waits import follow
+from turnout.client._refills import Refills
+from turnout.client._waits import Arm, ProgressFn, follow, hold
 
 
 class AsyncClient:
@@ -42,6 +46,36 @@ class AsyncClient:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
+
+    async def _hold(
+        self,
+        call: Callable[..., Any],
+        arm: Arm,
+        request: Any,
+        *,
+        again: Callable[[Any], bool],
+        refills: Refills | None,
+        on_progress: ProgressFn | None,
+        on_groups: Callable[[Any], None] | None = None,
+    ) -> Any:
+        """Hold a wait until its final event; refills are paid at the step of the request, from inside the wait."""
+
+        async def on_event(name: str, event: Any) -> None:
+            if name == "groups" and on_groups is not None:
+                on_groups(event)
+            elif name == "refill_due" and refills is not None:
+                await refills.pay(event, request.step)
+            elif name == "progress" and on_progress is not None:
+                await self.link.invoke(on_progress, event)
+
+        return await hold(
+            self._policy,
+            call,
+            arm,
+            max_wait=seconds(request.max_wait) if request.HasField("max_wait") else None,
+            again=again,
+            on_event=on_event,
+        )
 
     def _follow(self, call: Callable[..., Any], arm: Callable[[], Any]) -> AsyncGenerator[Any, None]:
         return follow(self._policy, call, arm)

@@ -1,4 +1,7 @@
-"""Clients of the engine controller."""
+"""Clients of the engine controller.
+
+Invariant: output seen before a cut counts for nothing; the request is made again from its beginning, under a new id.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from typing import Any, cast
 
 from turnout.client._calls import BlockingCallChannel, new_request_id
 from turnout.client._client import AsyncClient, Client
-from turnout.client._errors import TurnoutError, is_retryable
+from turnout.client._errors import TurnoutError, is_retryable, stream_ended
 from turnout.client._link import Link, iterate_blocking, run_blocking
 from turnout.client._options import ClientOptions
 from turnout.client._payloads import Bytes, size_of, weight_frames
@@ -75,6 +78,7 @@ class AsyncEngineClient(AsyncClient):
         outage = Outage(self.options.retry, self._policy.rng, now=link.now(), limit=self.options.timeouts.outage)
         while True:
             generation = Generation()
+            outage.began(link.now())
             events = self.calls.Generate(armed)
             try:
                 async for event in events:
@@ -88,7 +92,7 @@ class AsyncEngineClient(AsyncClient):
                         generation.add(event.delta)
                         if on_delta is not None:
                             await link.invoke(on_delta, event.delta)
-                pause = outage.pause(link.now())
+                raise stream_ended("the generation ended without its final event")
             except TurnoutError as error:
                 pause = outage.pause(link.now()) if is_retryable(error) else None
                 if pause is None:
@@ -96,7 +100,7 @@ class AsyncEngineClient(AsyncClient):
             finally:
                 events.cancel()
             armed.request_id = new_request_id()
-            await link.sleep(pause or 0.0)
+            await link.sleep(pause)
 
     async def send_weights(
         self,

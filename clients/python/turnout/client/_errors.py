@@ -224,6 +224,11 @@ def from_rpc_error(error: grpc.RpcError, *, hint: str = "") -> TurnoutError:
     return make_error(code, code.name, message, from_service=False)
 
 
+def stream_ended(message: str) -> TurnoutError:
+    """Return the error for a stream that ended in order, but before all of it was there."""
+    return make_error(grpc.StatusCode.UNAVAILABLE, "STREAM_ENDED", message, from_service=False)
+
+
 def item_error(outcome: buffer_pb2.ItemOutcome) -> TurnoutError | None:
     """Return what one outcome of a batch call means; None if the item went well."""
     if outcome.code == 0:

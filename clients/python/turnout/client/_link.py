@@ -23,7 +23,7 @@ from typing import Any, Final, Protocol, TypeVar
 import grpc
 import grpc.aio
 
-from turnout.client._errors import from_rpc_error
+from turnout.client._errors import TurnoutError, from_rpc_error
 from turnout.client._options import ClientOptions
 from turnout.client._targets import is_local, proxy_hint
 
@@ -149,6 +149,16 @@ async def _next(items: AsyncGenerator[T, None]) -> T:
     return await items.__anext__()
 
 
+def _bind(channel: Any, method: Method) -> Any:
+    """Return what makes the call over a channel, blocking or asyncio."""
+    return getattr(channel, method.shape)(
+        method.path,
+        request_serializer=method.serializer,
+        response_deserializer=method.deserializer,
+        _registered_method=True,
+    )
+
+
 class BlockingLink:
     """A link over blocking stubs: it has no event loop, and may be used from any number of threads."""
 
@@ -182,14 +192,18 @@ class BlockingLink:
         try:
             return self._callable(method)(argument, timeout=timeout)
         except grpc.RpcError as error:
-            if self._closed:
-                raise LinkClosed(self.target) from error
-            raise from_rpc_error(error, hint=proxy_hint(self.target, os.environ)) from error
+            raise self.explain(error) from error
 
     def stream(self, method: Method, request: Any, timeout: float | None) -> Stream:
         """Make a call with many answers."""
         argument = request if method.shape == "unary_stream" else iter(request)
-        return _BlockingStream(self._callable(method)(argument, timeout=timeout), self.target)
+        return _BlockingStream(self._callable(method)(argument, timeout=timeout), self)
+
+    def explain(self, error: grpc.RpcError) -> TurnoutError | LinkClosed:
+        """Return what a failed call means."""
+        if self._closed:
+            return LinkClosed(self.target)
+        return from_rpc_error(error, hint=proxy_hint(self.target, os.environ))
 
     async def close(self) -> None:
         """Close both channels."""
@@ -207,12 +221,7 @@ class BlockingLink:
                 channel = self._channels.get(method.waiting)
                 if channel is None:
                     channel = self._channels[method.waiting] = self._open()
-                self._callables[method.path] = getattr(channel, method.shape)(
-                    method.path,
-                    request_serializer=method.serializer,
-                    response_deserializer=method.deserializer,
-                    _registered_method=True,
-                )
+                self._callables[method.path] = _bind(channel, method)
             return self._callables[method.path]
 
     def _open(self) -> grpc.Channel:
@@ -223,9 +232,9 @@ class BlockingLink:
 
 
 class _BlockingStream:
-    def __init__(self, call: Any, target: str) -> None:
+    def __init__(self, call: Any, link: BlockingLink) -> None:
         self._call = call
-        self._target = target
+        self._link = link
 
     async def next(self) -> Any:
         try:
@@ -234,7 +243,7 @@ class _BlockingStream:
             # A coroutine must not end with StopIteration.
             raise StopAsyncIteration from None
         except grpc.RpcError as error:
-            raise from_rpc_error(error, hint=proxy_hint(self._target, os.environ)) from error
+            raise self._link.explain(error) from error
 
     def cancel(self) -> None:
         self._call.cancel()
@@ -308,12 +317,7 @@ class AsyncLink:
             channel = self._channels.get(method.waiting)
             if channel is None:
                 channel = self._channels[method.waiting] = self._open()
-            self._callables[method.path] = getattr(channel, method.shape)(
-                method.path,
-                request_serializer=method.serializer,
-                response_deserializer=method.deserializer,
-                _registered_method=True,
-            )
+            self._callables[method.path] = _bind(channel, method)
         return self._callables[method.path]
 
     def _open(self) -> grpc.aio.Channel:

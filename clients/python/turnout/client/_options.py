@@ -33,7 +33,7 @@ class Timeouts:
     grace: float = 5.0
     """How much later than its max_wait a wait's deadline is: time for the answer to travel."""
     outage: float = 600.0
-    """How long a wait or watch goes on without hearing from the service before it gives up."""
+    """How long a wait or watch goes on while the service is away before it gives up."""
 
     def __post_init__(self) -> None:
         _positive(

@@ -7,8 +7,12 @@ gives up does so with the last error, which says why the service was not reached
 from __future__ import annotations
 
 import random
+from typing import Final
 
 from turnout.client._options import RetryPolicy
+
+_ALIVE_S: Final = 60.0
+"""A call that lasted this long had a peer: gRPC gives up connecting after 20 s, and keepalive finds dead peers soon."""
 
 
 class Backoff:
@@ -54,12 +58,19 @@ class Attempts:
 
 
 class Outage:
-    """The attempts of a wait or watch: unlimited while the service is heard from, bounded while it is not."""
+    """The attempts of a wait or watch: unlimited while the service is there, bounded while it is not.
+
+    It is there while it sends something, and while a call lasts: a quiet wait is no outage.
+    """
 
     def __init__(self, policy: RetryPolicy, rng: random.Random, *, now: float, limit: float) -> None:
         self._backoff = Backoff(policy, rng)
         self._limit = limit
-        self._heard_at = now
+        self._began_at = self._heard_at = now
+
+    def began(self, now: float) -> None:
+        """A call begins."""
+        self._began_at = now
 
     def heard(self, now: float) -> None:
         """The service sent something."""
@@ -67,6 +78,8 @@ class Outage:
         self._backoff.reset()
 
     def pause(self, now: float) -> float | None:
-        """Return how long to wait before arming again; None to give up."""
+        """Return how long to wait before the next call, now that one has ended; None to give up."""
+        if now - self._began_at >= _ALIVE_S:
+            self.heard(now)
         pause = self._backoff.next()
         return pause if now + pause < self._heard_at + self._limit else None

@@ -1,19 +1,22 @@
-"""Clients of the switch scheduler."""
+"""Clients of the switch scheduler.
+
+Invariants: a wait that was torn is taken up with the same attempt, one that timed out with the next; a watch goes on
+behind the last event that was yielded.
+"""
 
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncGenerator, Callable, Generator
+from collections.abc import AsyncGenerator, Generator
 from contextlib import aclosing
 from typing import Any, cast
 
-from turnout.client._buffer import UNFINISHED, ProgressFn
-from turnout.client._calls import BlockingCallChannel, duration, seconds
+from turnout.client._calls import BlockingCallChannel, duration
 from turnout.client._client import AsyncClient, Client
 from turnout.client._link import Link, iterate_blocking, run_blocking
 from turnout.client._options import ClientOptions
 from turnout.client._refills import Refills
-from turnout.client._waits import Arming, hold
+from turnout.client._waits import UNFINISHED, Arming, ProgressFn
 from turnout.scheduler.v1 import events_pb2, scheduler_pb2, scheduler_pb2_grpc
 
 
@@ -59,9 +62,9 @@ class AsyncSchedulerClient(AsyncClient):
             self.calls.PrepareStep,
             arm,
             request,
-            lambda done: done.outcome in UNFINISHED,
-            refills,
-            on_progress,
+            again=lambda done: done.outcome in UNFINISHED,
+            refills=refills,
+            on_progress=on_progress,
         )
         return cast(scheduler_pb2.PrepareStepDone, done)
 
@@ -84,7 +87,12 @@ class AsyncSchedulerClient(AsyncClient):
             return armed
 
         done = await self._hold(
-            self.calls.BeginSample, arm, request, lambda done: done.HasField("timed_out"), refills, on_progress
+            self.calls.BeginSample,
+            arm,
+            request,
+            again=lambda done: done.HasField("timed_out"),
+            refills=refills,
+            on_progress=on_progress,
         )
         return cast(scheduler_pb2.BeginSampleDone, done), attempt + 1
 
@@ -97,30 +105,6 @@ class AsyncSchedulerClient(AsyncClient):
                 for event in message.events:
                     armed.from_sequence = event.sequence + 1
                     yield event
-
-    async def _hold(
-        self,
-        call: Any,
-        arm: Callable[[Arming], Any],
-        request: Any,
-        timed_out: Callable[[Any], bool],
-        refills: Refills | None,
-        on_progress: ProgressFn | None,
-    ) -> Any:
-        async def on_event(name: str, event: Any) -> None:
-            if name == "refill_due" and refills is not None:
-                await refills.pay(event, request.step)
-            elif name == "progress" and on_progress is not None:
-                await self.link.invoke(on_progress, event)
-
-        return await hold(
-            self._policy,
-            call,
-            arm,
-            max_wait=seconds(request.max_wait) if request.HasField("max_wait") else None,
-            again=timed_out,
-            on_event=on_event,
-        )
 
 
 class SchedulerClient(Client):

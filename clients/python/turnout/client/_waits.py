@@ -2,7 +2,7 @@
 
 Invariants: a wait ends with its final event, with max_wait, or with an error of the service; being cut off is none of
 these. Every arming carries the time that is left, the caller's own cursor and the same request id, so that nothing is
-lost or counted twice. A wait that hears nothing of the service for `Timeouts.outage` ends with the last error.
+lost or counted twice. A wait whose service is away for `Timeouts.outage` ends with the last error.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
-import grpc
-
+from turnout.buffer.v1 import buffer_pb2
 from turnout.client._calls import CallPolicy, Messages
-from turnout.client._errors import TurnoutError, is_retryable, make_error
+from turnout.client._errors import TurnoutError, is_retryable, stream_ended
 from turnout.client._retry import Outage
 
 _LONGEST_ARMING_S: Final = 3600.0
@@ -22,6 +21,13 @@ _LONGEST_ARMING_S: Final = 3600.0
 
 _ENDED_S: Final = 0.2
 """Services answer TIMED_OUT 0.1 s before the deadline; with less than this left, the time is over."""
+
+
+ProgressFn = Callable[[buffer_pb2.WaitProgress], Awaitable[None] | None]
+"""Called with every PROGRESS event of a wait."""
+
+UNFINISHED: Final = (buffer_pb2.WAIT_OUTCOME_TIMED_OUT, buffer_pb2.WAIT_OUTCOME_HELD)
+"""Outcomes that say no more than that the time of an arming is over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +64,7 @@ async def hold(
     number = 0
     while True:
         left = _LONGEST_ARMING_S if end is None else max(0.0, end - link.now())
+        outage.began(link.now())
         try:
             messages = call(arm(Arming(left, number)), timeout=left + times.grace)
             done = await _final(messages, on_event, lambda: outage.heard(link.now()))
@@ -84,9 +91,7 @@ async def _final(messages: Messages, on_event: Callable[[str, Any], Awaitable[No
                 await on_event(name, getattr(message, name))
     finally:
         messages.cancel()
-    raise make_error(
-        grpc.StatusCode.UNAVAILABLE, "STREAM_ENDED", "the stream ended without its final event", from_service=False
-    )
+    raise stream_ended("the stream ended without its final event")
 
 
 async def follow(
@@ -99,6 +104,7 @@ async def follow(
     link = policy.link
     outage = Outage(policy.options.retry, policy.rng, now=link.now(), limit=policy.options.timeouts.outage)
     while True:
+        outage.began(link.now())
         messages = call(arm())
         try:
             async for message in messages:

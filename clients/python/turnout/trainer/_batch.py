@@ -1,4 +1,8 @@
-"""A mini-batch that was handed out, and what becomes of it."""
+"""A mini-batch that was handed out, and what becomes of it.
+
+Invariants: leaving the block of a batch that is still open commits it, or releases it if the block raised; payload
+bytes go only after the commit; a batch that was given back is asked for under another request id.
+"""
 
 from __future__ import annotations
 

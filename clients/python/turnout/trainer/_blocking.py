@@ -1,4 +1,7 @@
-"""The same hooks for a trainer that has one thread and no event loop."""
+"""The same hooks for a trainer that has one thread and no event loop.
+
+Invariant: nothing is decided here; each hook runs the coroutine of AsyncTrainerHooks to its end on the calling thread.
+"""
 
 from __future__ import annotations
 

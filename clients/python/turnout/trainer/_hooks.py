@@ -13,11 +13,10 @@
             await hooks.on_sample_end(step, mini_batch)
             train(batch); await batch.commit()
         await hooks.on_step_end(step)               # decides, moves weights, lends
-    await hooks.close()
+    await hooks.close(reason="finished")
 
-Invariants: every call carries the epoch that OpenRun granted; a lend that began is completed or abandoned, whatever the
-weight callback does; durations are measured on one monotonic clock and reported in domain seconds; the eviction cursor
-goes through all waits, so each eviction is reported once.
+Invariants: every call carries the epoch that OpenRun granted; durations are measured on one monotonic clock and
+reported in domain seconds; the eviction cursor goes through all waits, so each eviction is reported once.
 """
 
 from __future__ import annotations
@@ -26,35 +25,24 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Final, Self
-
-from google.protobuf.duration_pb2 import Duration
+from typing import Self
 
 from turnout.buffer.v1 import buffer_pb2
 from turnout.client import (
-    Aborted,
     AsyncBufferClient,
     AsyncEngineClient,
     AsyncSchedulerClient,
-    DataLoss,
-    DeadlineExceeded,
-    PartialFailure,
-    TurnoutError,
-    Unavailable,
     duration,
 )
 from turnout.client._payloads import Bytes
-from turnout.engine.v1 import engine_pb2
 from turnout.scheduler.v1 import events_pb2, scheduler_pb2
 from turnout.trainer._batch import AsyncBatch
 from turnout.trainer._heartbeat import Heartbeat
+from turnout.trainer._lending import Lending
 from turnout.trainer._setup import TrainerSetup
 from turnout.trainer._weights import UpdateWeights, WeightTarget, WeightUpdates
 
 _log = logging.getLogger("turnout")
-
-_COSTS_ONLY_SPEED: Final = (Aborted, DataLoss, DeadlineExceeded, PartialFailure, Unavailable)
-"""Engines that fail during a lend must not end the training; once the lend is abandoned, the trainer has its GPUs."""
 
 
 class NotReached(Exception):
@@ -97,13 +85,12 @@ class AsyncTrainerHooks:
         """Prompts to add before it."""
         self.time_scale: float = opened.time_scale or 1.0
         """Wall seconds per domain second: 1 except in demos and tests."""
-        self.mode: events_pb2.Mode.ValueType = opened.run.mode
-        """Who has the hybrid GPUs, as the scheduler said last."""
         self._lend: scheduler_pb2.Lend | None = opened.lend if opened.HasField("lend") else None
         self._allow_older = opened.allow_older
         self._cursor = opened.cursor
-        self._standalone_s: float | None = None
         self._sample_began: float | None = None
+        self._next_attempt: dict[tuple[int, int], int] = {}
+        """Where BeginSample goes on for the mini-batch, by step and number, that GPUs were last lent within."""
         self._releases: dict[tuple[int, int], int] = {}
         self._refills = buffer.refills(
             setup.refill_fn, run_id=setup.run_id, partition=setup.partition, epoch=self.epoch
@@ -111,6 +98,8 @@ class AsyncTrainerHooks:
         self._weights = WeightUpdates(
             engine, run_id=setup.run_id, epoch=self.epoch, staggered=setup.staggered, in_flight=setup.in_flight
         )
+        self._lending = Lending(setup, scheduler, self._weights, epoch=self.epoch, time_scale=self.time_scale)
+        self._lending.mode = opened.run.mode
         self._heartbeat = Heartbeat(setup.scheduler, setup.options, run_id=setup.run_id, epoch=self.epoch)
         self._heartbeat.start()
 
@@ -154,6 +143,11 @@ class AsyncTrainerHooks:
             raise
         return cls(setup, buffer, engine, scheduler, opened)
 
+    @property
+    def mode(self) -> events_pb2.Mode.ValueType:
+        """Who has the hybrid GPUs, as the scheduler said last."""
+        return self._lending.mode
+
     async def close(self, *, reason: str | None = None) -> None:
         """Stop the heartbeats and close the connections. With a reason the run is closed at the scheduler too."""
         try:
@@ -184,8 +178,8 @@ class AsyncTrainerHooks:
         version = self.next_step - 1
         if self._lend is not None:
             lend, self._lend = self._lend, None
-            return await self._fulfil(lend, update)
-        return await self._update_standalone(update, version, self._allow_older)
+            return await self._lending.fulfil(lend, update)
+        return await self._lending.update_standalone(update, version, allow_older=self._allow_older)
 
     async def on_train_begin(self, groups: Sequence[buffer_pb2.GroupSpec] = ()) -> int:
         """Add the warm-up prompts; `warmup_groups` tells how many are wanted. Returns how many were added."""
@@ -216,11 +210,11 @@ class AsyncTrainerHooks:
         """Open a step. Takes the GPUs back if enough groups are ready; else prepare_step does. Returns the mode."""
         self._check()
         request = scheduler_pb2.BeginStepRequest(run_id=self.setup.run_id, epoch=self.epoch, step=step)
-        if self._standalone_s is not None:
-            request.standalone_update.CopyFrom(self._domain(self._standalone_s))
+        if self._lending.untold_s is not None:
+            request.standalone_update.CopyFrom(duration(self._lending.untold_s))
         response = await self.scheduler.calls.BeginStep(request)
-        self._standalone_s = None
-        self.mode = response.mode
+        self._lending.untold_s = None
+        self._lending.mode = response.mode
         return response.mode
 
     async def prepare_step(self, step: int) -> dict[str, float]:
@@ -236,7 +230,7 @@ class AsyncTrainerHooks:
             refills=self._refills,
             on_progress=self.setup.on_progress,
         )
-        self.mode = done.mode
+        self._lending.mode = done.mode
         self._cursor = done.next_cursor
         if done.outcome == buffer_pb2.WAIT_OUTCOME_EXHAUSTED:
             _log.warning("step %d: %s", step, done.reason)
@@ -251,9 +245,11 @@ class AsyncTrainerHooks:
         the GPUs are back.
         """
         self._check()
-        attempt, metrics = 0, dict[str, float]()
+        key = (step, mini_batch)
+        metrics: dict[str, float] = {}
         while True:
-            done, attempt = await self.scheduler.begin_sample(
+            attempt = self._next_attempt.get(key, 0)
+            done, next_attempt = await self.scheduler.begin_sample(
                 scheduler_pb2.BeginSampleRequest(
                     run_id=self.setup.run_id,
                     epoch=self.epoch,
@@ -269,7 +265,9 @@ class AsyncTrainerHooks:
             _add(metrics, done.evictions.metrics)
             if not done.HasField("lend"):
                 break
-            await self._fulfil(done.lend, self._callback(update_weights))
+            await self._lending.fulfil(done.lend, self._callback(update_weights))
+            # Kept, so that a repeat after an error goes on from here instead of fulfilling the lend a second time.
+            self._next_attempt = {key: next_attempt}
         self._sample_began = self.scheduler.link.now()
         return metrics
 
@@ -336,9 +334,9 @@ class AsyncTrainerHooks:
         if response.lend_failure:
             _log.warning("step %d: GPUs were not lent: %s", step, response.lend_failure)
         if response.HasField("lend"):
-            moved = await self._fulfil(response.lend, update)
+            moved = await self._lending.fulfil(response.lend, update)
         else:
-            moved = await self._update_standalone(update, step, allow_older=False)
+            moved = await self._lending.update_standalone(update, step, allow_older=self._allow_older)
         return {**response.metrics, **moved}
 
     # ----------------------------------------------------------------------------------------- validation, checkpoints
@@ -351,7 +349,7 @@ class AsyncTrainerHooks:
         )
         if not response.HasField("lend"):
             return {}
-        return await self._fulfil(response.lend, self._callback(update_weights))
+        return await self._lending.fulfil(response.lend, self._callback(update_weights))
 
     async def on_validate_end(self, step: int) -> None:
         """Close validation. The GPUs stay lent."""
@@ -380,66 +378,6 @@ class AsyncTrainerHooks:
         """
         await self._weights.move_bytes(target, data, info_json=info_json)
 
-    async def _update_standalone(self, update: UpdateWeights, version: int, allow_older: bool) -> dict[str, float]:
-        if self.setup.config.standalone_gpus == 0:
-            return {}
-        installed = await self._weights.install(
-            update, role=engine_pb2.REPLICA_ROLE_STANDALONE, version=version, allow_older=allow_older
-        )
-        self._standalone_s = installed.seconds
-        return {"timing_s/update_weights": installed.seconds / self.time_scale}
-
-    async def _fulfil(self, lend: scheduler_pb2.Lend, update: UpdateWeights) -> dict[str, float]:
-        metrics: dict[str, float] = {}
-        try:
-            if lend.update_standalone:
-                metrics |= await self._update_standalone(update, lend.weight_version, lend.allow_older)
-        except BaseException as error:
-            await self._abandon(lend, error)
-            raise
-        try:
-            began = self.engine.link.now()
-            await self._weights.install(
-                update,
-                role=engine_pb2.REPLICA_ROLE_HYBRID,
-                replica_ids=lend.replica_ids,
-                version=lend.weight_version,
-                allow_older=lend.allow_older,
-            )
-            request = scheduler_pb2.CompleteLendRequest(
-                run_id=self.setup.run_id,
-                epoch=self.epoch,
-                lend_id=lend.lend_id,
-                hybrid_update=self._domain(self.engine.link.now() - began),
-            )
-            if self._standalone_s is not None:
-                request.standalone_update.CopyFrom(self._domain(self._standalone_s))
-            response = await self.scheduler.calls.CompleteLend(request)
-        except BaseException as error:
-            abandoned = await self._abandon(lend, error)
-            if not (abandoned and isinstance(error, _COSTS_ONLY_SPEED)):
-                raise
-            _log.warning("lend %s was abandoned: %s", lend.lend_id, error)
-            return {**metrics, "turnout/lend_abandoned": 1.0}
-        self._standalone_s = None
-        self.mode = response.mode
-        if response.failed_replica_ids:
-            _log.warning("lent without %s", ", ".join(response.failed_replica_ids))
-        return {**metrics, **response.metrics}
-
-    async def _abandon(self, lend: scheduler_pb2.Lend, error: BaseException) -> bool:
-        reason = f"{type(error).__name__}: {error}"[:1000].encode("utf-8", "replace").decode()
-        request = scheduler_pb2.AbandonLendRequest(
-            run_id=self.setup.run_id, epoch=self.epoch, lend_id=lend.lend_id, reason=reason
-        )
-        try:
-            self.mode = (await self.scheduler.calls.AbandonLend(request)).mode
-        except TurnoutError as failure:
-            # The first error is the one the trainer has to see.
-            _log.warning("lend %s was not abandoned: %s", lend.lend_id, failure)
-            return False
-        return True
-
     # --------------------------------------------------------------------------------------------------------- helpers
 
     def _check(self) -> None:
@@ -451,9 +389,6 @@ class AsyncTrainerHooks:
         if callback is None:
             raise ValueError("weights have to move: give update_weights to this hook or to TrainerSetup")
         return callback
-
-    def _domain(self, wall_seconds: float) -> Duration:
-        return duration(wall_seconds / self.time_scale)
 
 
 def _add(metrics: dict[str, float], more: Mapping[str, float]) -> None:

@@ -2,7 +2,8 @@
 
 Invariants: a transaction that was opened is committed or aborted, whatever the callback does; a replica that the
 callback reports as failed, or that a helper could not reach, is never acknowledged; an update counts as done only if at
-least one replica took it, and the others are named.
+least one replica took it, and the others are named; one that did not take it holds up neither later waves nor the next
+update.
 """
 
 from __future__ import annotations
@@ -74,6 +75,14 @@ class Installed:
     """Replicas that did not take the weights."""
 
 
+@dataclass(slots=True)
+class _Reached:
+    """Which replicas took a version so far: whether any did, and those that did not."""
+
+    some: bool = False
+    failed: set[str] = field(default_factory=set)
+
+
 class WeightUpdates:
     """Runs weight transactions of one run at its engine controller."""
 
@@ -105,36 +114,58 @@ class WeightUpdates:
         """Bring `version` to replicas. Raises what the callback raises, after the transaction was aborted."""
         began = self._engine.link.now()
         hybrid = role == engine_pb2.REPLICA_ROLE_HYBRID
-        kind = engine_pb2.UPDATE_KIND_ASLEEP if hybrid else engine_pb2.UPDATE_KIND_AWAKE
-        opened = await self._engine.calls.BeginWeightUpdate(
-            engine_pb2.BeginWeightUpdateRequest(
-                run_id=self._run_id,
-                epoch=self._epoch,
-                selector=engine_pb2.ReplicaSelector(replica_ids=replica_ids, roles=[role]),
-                kind=kind,
-                in_flight=self._in_flight,
-                staggered=self._staggered and not hybrid,
-                weight_version=version,
-                allow_older=allow_older,
-            )
+        request = engine_pb2.BeginWeightUpdateRequest(
+            run_id=self._run_id,
+            epoch=self._epoch,
+            selector=engine_pb2.ReplicaSelector(replica_ids=replica_ids, roles=[role]),
+            kind=engine_pb2.UPDATE_KIND_ASLEEP if hybrid else engine_pb2.UPDATE_KIND_AWAKE,
+            in_flight=self._in_flight,
+            staggered=self._staggered and not hybrid,
+            weight_version=version,
+            allow_older=allow_older,
         )
-        failed = _failed(opened.operation)
-        wave, index = list(opened.wave), opened.wave_index
+        reached = _Reached()
+        later = await self._transaction(request, update_weights, reached)
+        if later:
+            request.selector.replica_ids[:] = later
+            request.staggered = False
+            await self._transaction(request, update_weights, reached)
+        if reached.failed:
+            _log.warning("version %d did not reach replicas %s", version, ", ".join(sorted(reached.failed)))
+        return Installed(self._engine.link.now() - began, sorted(reached.failed))
+
+    async def _transaction(
+        self,
+        request: engine_pb2.BeginWeightUpdateRequest,
+        update_weights: UpdateWeights,
+        reached: _Reached,
+    ) -> list[str]:
+        """Run one transaction, and add to `reached`; the replicas of later waves if a failure ended it early."""
+        opened = await self._engine.calls.BeginWeightUpdate(request)
+        reached.failed.update(_failed(opened.operation))
+        wave, index, later = list(opened.wave), opened.wave_index, list(opened.remaining)
+        role = request.selector.roles[0]
         try:
             while wave:
-                target = WeightTarget(role, kind, tuple(wave), version, opened.update_id, index)
+                target = WeightTarget(role, request.kind, tuple(wave), request.weight_version, opened.update_id, index)
                 answer = await self._engine.link.invoke(update_weights, target)
-                commit = await self._commit(target, answer or Moved())
-                failed += _failed(commit.operation)
-                wave, index = ([], 0) if commit.complete else (list(commit.wave), commit.next_wave_index)
+                commit = await self._commit(target, answer or Moved(), needed=not (reached.some or later))
+                reached.failed.update(_failed(commit.operation))
+                cut_short = not (commit.complete or commit.wave)
+                reached.some |= not cut_short or _any_took_it(commit.operation)
+                if commit.complete:
+                    break
+                if cut_short:
+                    # Who did not take it holds the transaction open, and would be refused a place in the next one.
+                    await self._abort(opened.update_id)
+                    return later
+                wave, index, later = list(commit.wave), commit.next_wave_index, list(commit.remaining)
         except BaseException:
             await self._abort(opened.update_id)
             raise
         finally:
             self._unreached.pop(opened.update_id, None)
-        if failed:
-            _log.warning("version %d did not reach replicas %s", version, ", ".join(sorted(set(failed))))
-        return Installed(self._engine.link.now() - began, sorted(set(failed)))
+        return []
 
     async def move_bytes(self, target: WeightTarget, data: Bytes | Sequence[Bytes], *, info_json: str = "") -> None:
         """Send weights through the controller to a target, in chunks with a checksum; may be called several times.
@@ -152,7 +183,10 @@ class WeightUpdates:
         )
         self._unreached.setdefault(target.update_id, set()).update(_failed(operation))
 
-    async def _commit(self, target: WeightTarget, moved: Moved) -> engine_pb2.CommitWeightUpdateResponse:
+    async def _commit(
+        self, target: WeightTarget, moved: Moved, *, needed: bool
+    ) -> engine_pb2.CommitWeightUpdateResponse:
+        """Commit a wave. `needed`: raises PartialFailure if no replica of it took the version."""
         calls = self._engine.calls
         if target.kind == engine_pb2.UPDATE_KIND_ASLEEP and target.gpus:
             vacated = [engine_pb2.Vacated(gpu=gpu, bytes_free=moved.bytes_free.get(gpu.uuid, 0)) for gpu in target.gpus]
@@ -178,9 +212,9 @@ class WeightUpdates:
             return await calls.CommitWeightUpdate(request)
         except PartialFailure as error:
             operation = await self._operation(error)
-            if not any(outcome.kind in _OK for outcome in operation.outcomes):
+            if needed and not _any_took_it(operation):
                 raise
-            return engine_pb2.CommitWeightUpdateResponse(operation=operation, complete=True)
+            return engine_pb2.CommitWeightUpdateResponse(operation=operation)
 
     async def _operation(self, error: PartialFailure) -> engine_pb2.Operation:
         request = engine_pb2.GetOperationRequest(run_id=self._run_id, operation_id=error.operation_id)
@@ -193,6 +227,10 @@ class WeightUpdates:
         except TurnoutError as error:
             # What went wrong before matters more; a newer epoch aborts what is left open.
             _log.warning("weight update %s was not aborted: %s", update_id, error)
+
+
+def _any_took_it(operation: engine_pb2.Operation) -> bool:
+    return any(outcome.kind in _OK for outcome in operation.outcomes)
 
 
 def _failed(operation: engine_pb2.Operation) -> list[str]:

@@ -6,8 +6,9 @@ await worker.run()
 
 from turnout.worker._generation import Interrupted, RequestFn, RewardFn, TokenizeFn
 from turnout.worker._job import Job
+from turnout.worker._setup import WorkerSetup, WorkerStats
 from turnout.worker._tokens import TOKENS, TOKENS_AND_LOGPROBS, pack, unpack
-from turnout.worker._worker import GenerateFn, RolloutWorker, WorkerSetup, WorkerStats
+from turnout.worker._worker import GenerateFn, RolloutWorker
 
 __all__ = [
     "TOKENS",

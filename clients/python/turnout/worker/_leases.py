@@ -63,7 +63,7 @@ class Leases:
     async def run(self) -> None:
         """Renew until cancelled."""
         while True:
-            if not self._held:
+            while not self._held:
                 self._changed.clear()
                 await self._changed.wait()
             shortest = min(held.lease_s for held in self._held.values())

@@ -12,12 +12,9 @@ import asyncio
 import contextlib
 import inspect
 import logging
-import os
-import socket
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from typing import Any, Final, cast
 
 from turnout.buffer.v1 import buffer_pb2
@@ -25,7 +22,6 @@ from turnout.client import (
     AlreadyExists,
     AsyncBufferClient,
     AsyncEngineClient,
-    ClientOptions,
     DeadlineExceeded,
     FailedPrecondition,
     NotFound,
@@ -35,12 +31,11 @@ from turnout.client import (
     duration,
     new_request_id,
 )
-from turnout.client._ids import check_text
-from turnout.engine.v1 import engine_pb2
 from turnout.worker._generation import EngineGenerator, Interrupted, RequestFn, RewardFn, TokenizeFn
 from turnout.worker._job import Job
 from turnout.worker._leases import Held, Leases
 from turnout.worker._outbox import Outbox
+from turnout.worker._setup import WorkerSetup, WorkerStats
 
 _log = logging.getLogger("turnout")
 
@@ -62,53 +57,6 @@ _LOST: Final = (NotFound, FailedPrecondition, AlreadyExists)
 _ERROR_CHARACTERS: Final = 1000
 _MAX_CLAIM: Final = 65_536
 """The most that one ClaimGroups may ask for."""
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerSetup:
-    """What a worker needs to know."""
-
-    run_id: str
-    """The run."""
-    buffer: str
-    """gRPC target of the replay buffer."""
-    engine: str | None = None
-    """gRPC target of the engine controller; not needed with a generate function."""
-    partition: str = "train"
-    """Partition to work on."""
-    worker_id: str = field(default_factory=lambda: f"{socket.gethostname()}-{os.getpid()}")
-    """Who claims, for operators."""
-    concurrency: int = 64
-    """Trajectories at work at once."""
-    max_tokens: int = 4096
-    """Budget of output tokens per trajectory."""
-    sampling: engine_pb2.Sampling = field(default_factory=engine_pb2.Sampling)
-    """How tokens are drawn."""
-    run_wait: float = 60.0
-    """Wall seconds to wait for the run to appear in the buffer, at the start and after a restart of the buffer."""
-    progress_interval: float = 2.0
-    """Wall seconds between batches of progress reports, if jobs report any."""
-    options: ClientOptions = field(default_factory=ClientOptions)
-    """How the clients behave."""
-
-    def __post_init__(self) -> None:
-        for name in ("run_id", "partition", "worker_id"):
-            check_text(name, getattr(self, name))
-        if self.concurrency < 1:
-            raise ValueError(f"concurrency must be at least 1, it is {self.concurrency}")
-        if self.max_tokens < 1:
-            raise ValueError(f"max_tokens must be at least 1, it is {self.max_tokens}")
-
-
-@dataclass(slots=True)
-class WorkerStats:
-    """What a worker did so far, in trajectories."""
-
-    finished: int = 0
-    failed: int = 0
-    handed_back: int = 0
-    lost: int = 0
-    """Claims that expired or whose group was evicted or settled by others."""
 
 
 class RolloutWorker:
@@ -148,6 +96,7 @@ class RolloutWorker:
         self._leases = Leases(self._buffer, run_id=setup.run_id)
         self._work: dict[asyncio.Task[None], buffer_pb2.TrajectoryFailure] = {}
         self._settling: set[asyncio.Task[None]] = set()
+        self._fetching: set[asyncio.Future[bytes]] = set()
         self._progress: dict[tuple[str, int], buffer_pb2.TrajectoryProgress] = {}
         self._threads: ThreadPoolExecutor | None = None
         self._freed = asyncio.Event()
@@ -172,7 +121,7 @@ class RolloutWorker:
             claiming.cancel()
             await asyncio.gather(claiming, return_exceptions=True)
             await self._hand_back()
-            await _cancel(loops)
+            await _cancel([*loops, *self._fetching])
             if self._threads is not None:
                 self._threads.shutdown(wait=False, cancel_futures=True)
             await self._buffer.close()
@@ -235,6 +184,8 @@ class RolloutWorker:
         prompt = asyncio.ensure_future(self._bytes(claim.prompt, claim.token))
         # Each trajectory sees its error; without any left, nobody has to.
         prompt.add_done_callback(lambda fetched: fetched.cancelled() or fetched.exception())
+        self._fetching.add(prompt)
+        prompt.add_done_callback(self._fetching.discard)
         for trajectory in claim.trajectories:
             task = asyncio.create_task(self._produce(claim, trajectory, held, prompt))
             held.tasks[trajectory.index] = task
@@ -252,6 +203,22 @@ class RolloutWorker:
         prompt: asyncio.Future[bytes],
     ) -> None:
         task = cast("asyncio.Task[None]", asyncio.current_task())
+        try:
+            await self._attempt(task, claim, trajectory, prompt)
+        except asyncio.CancelledError:
+            if not held.lost:
+                # The worker stops, and hands back what is in self._work.
+                raise
+            self.stats.lost += 1
+        self._done(task, held, trajectory.index)
+
+    async def _attempt(
+        self,
+        task: asyncio.Task[None],
+        claim: buffer_pb2.Claim,
+        trajectory: buffer_pb2.ClaimedTrajectory,
+        prompt: asyncio.Future[bytes],
+    ) -> None:
         failure = self._work[task]
         try:
             job = await self._job(claim, trajectory, await asyncio.shield(prompt))
@@ -261,11 +228,11 @@ class RolloutWorker:
                 token=claim.token, group_id=claim.group_id, index=trajectory.index, outputs=outputs
             )
             error = await self._outbox.finish(result)
-        except asyncio.CancelledError:
-            if not held.lost:
-                # The worker stops, and hands back what is in self._work.
+        except asyncio.CancelledError as error:
+            if task.cancelling():
                 raise
-            self.stats.lost += 1
+            # Something that the generate function awaited was cancelled, not this trajectory.
+            await self._fail(task, buffer_pb2.FAILURE_KIND_RETRYABLE, error)
         except Interrupted as interruption:
             if interruption.partial is not None:
                 failure.partial.CopyFrom(interruption.partial)
@@ -283,7 +250,6 @@ class RolloutWorker:
             else:
                 _log.warning("trajectory %d of group %s was refused: %s", trajectory.index, claim.group_id, error)
                 await self._fail(task, buffer_pb2.FAILURE_KIND_RETRYABLE, error)
-        self._done(task, held, trajectory.index)
 
     async def _job(self, claim: buffer_pb2.Claim, trajectory: buffer_pb2.ClaimedTrajectory, prompt: bytes) -> Job:
         partial: buffer_pb2.PartialOutput | None = None

@@ -1,8 +1,8 @@
 """How predicted waits turned out.
 
-A reclaim is decided at the moment when the rest looks near, so predictions made then are too hopeful on average, however
-good the model is. Arrivals after a reclaim are therefore stretched by a factor that makes predicted and realised waits
-agree on average; the same factor takes up whatever else the model gets wrong for long.
+A reclaim is decided at the moment when the rest looks near, so predictions made then are too hopeful on average,
+however good the model is. Arrivals after a reclaim are therefore stretched by a factor that makes predicted and
+realised waits agree on average; the same factor takes up whatever else the model gets wrong for long.
 
 Invariants: one reclaim teaches once, when its step ends; the factor stays within stated bounds.
 """

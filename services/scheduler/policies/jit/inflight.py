@@ -47,6 +47,8 @@ class Groups:
         self.coverage = 0.0
         self.tokens = 0
         """Tokens of all running requests, as of the last reading."""
+        self.hybrid_tokens = 0
+        """Those on hybrid replicas."""
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -108,7 +110,9 @@ class Groups:
             groups[name].running = now
         self.read_at = event.at
         self.coverage = event.covered_share
+        on_hybrid = [state.tokens for state in event.requests if state.pool is Pool.HYBRID and not state.finished]
         self.tokens = sum(state.tokens for state in event.requests if not state.finished)
+        self.hybrid_tokens = sum(on_hybrid)
 
     def in_flight(self) -> InFlight:
         """All groups as of the last reading."""

@@ -1,7 +1,8 @@
 """How long responses are, learned from groups that finished; what the running ones may still become.
 
-A group has a level u (mean log-length) and its members scatter around it: log-length = u + sigma x residual. Levels are
-quantiles of the levels of finished groups, residuals the pooled ones of their members, so no shape is assumed.
+A group has a level u (mean log-length) and its members scatter around it: log-length = u + sigma x residual. The
+density of levels is estimated from finished groups, residuals are the pooled ones of their members, so no shape is
+assumed.
 
 Invariants: a survival is positive up to the cap, so no running request is impossible; drawing uses fixed uniform
 numbers, so the same knowledge always gives the same draws.
@@ -18,11 +19,17 @@ Floats = npt.NDArray[np.float64]
 
 # Three batches of the published setting: enough for 30 levels, few enough to follow a run that changes.
 WINDOW = 192
-LEVELS = 24
-# Fewer finished groups say more about which prompts are short than about how long responses are.
-ENOUGH = 48
-# Levels above everything seen, in log-length: a run whose responses become longer is noticed before it finishes any.
-_ABOVE = np.array([0.25, 0.5, 0.8, 1.2])
+LEVELS = 40
+# Fewer finished groups say more about which prompts are short than about how long responses are; a whole batch of a
+# small run is as good.
+_ENOUGH = 48
+# Bandwidth of the levels' density as a share of Silverman's rule, which is for one normal: half keeps two kinds of
+# prompts apart and still reaches a little beyond the longest group seen.
+_BANDWIDTH_SHARE = 0.5
+_BANDWIDTH_FLOOR = 0.02
+# Levels reach this far above everything seen, in log-length, with this share of the weight: a run whose responses
+# become longer is noticed before it finishes any.
+_ABOVE = 1.2
 _ABOVE_SHARE = 0.01
 # Weight, in members, of the wide normal that keeps the survival of the residuals positive in the tails.
 _TAIL_MEMBERS = 8.0
@@ -55,14 +62,14 @@ class Snapshot:
 class LengthModel:
     """Learns from `finished`, then draws what is left of a snapshot."""
 
-    def __init__(self, cap: int | None) -> None:
+    def __init__(self, cap: int | None, batch: int) -> None:
         self._cap = float(cap) if cap is not None else np.inf
+        self._enough = min(_ENOUGH, batch)
         self._logs: deque[Floats] = deque(maxlen=WINDOW)
         self._stale = True
         self._levels: Floats = np.zeros(0)
         self._prior: Floats = np.zeros(0)
         self._sigma = 1.0
-        self._mean = 0.0
         self._survival: Floats = np.ones_like(_Z)
 
     @property
@@ -73,14 +80,7 @@ class LengthModel:
     @property
     def ready(self) -> bool:
         """Whether there is enough to predict with."""
-        return len(self._logs) >= ENOUGH
-
-    @property
-    def mean_length(self) -> float:
-        """Mean length in tokens of the members of groups that finished, 0 before the first."""
-        if self._stale:
-            self._fit()
-        return self._mean
+        return len(self._logs) >= self._enough
 
     def finished(self, lengths: tuple[int, ...]) -> None:
         """A group settled with these lengths."""
@@ -89,7 +89,7 @@ class LengthModel:
             self._stale = True
 
     def draw(self, snapshot: Snapshot, fresh: int, size: int, scenarios: int) -> tuple[Floats, Floats]:
-        """Tokens still to come, by unsettled member and scenario: for the snapshot, then for `fresh` groups of `size`."""
+        """Tokens still to come, by unsettled member and scenario: of the snapshot, and of `fresh` groups of `size`."""
         self._fit()
         log_tokens = np.log(np.maximum(snapshot.tokens, 1.0))
         weights, prior = self._weights(snapshot, log_tokens)
@@ -100,7 +100,9 @@ class LengthModel:
         left = self._length(level, known * by_member) - snapshot.tokens[:, None]
         new_group = _uniforms(np.arange(fresh), scenarios)
         new_level = self._levels[np.searchsorted(np.cumsum(prior)[:-1], new_group)]
-        new = self._length(np.repeat(new_level, size, axis=0), _uniforms(np.arange(fresh, fresh * (size + 1)), scenarios))
+        new = self._length(
+            np.repeat(new_level, size, axis=0), _uniforms(np.arange(fresh, fresh * (size + 1)), scenarios)
+        )
         return np.maximum(left, 1.0), new
 
     # ------------------------------------------------------------------------------------------------ details
@@ -112,14 +114,15 @@ class LengthModel:
         if not self._logs:
             return
         levels = np.array([logs.sum() / len(logs) for logs in self._logs])
-        own = np.concatenate([logs - level for logs, level in zip(self._logs, levels, strict=True)])
-        self._mean = float(np.exp(np.concatenate(self._logs)).mean())
-        spare = len(own) - len(levels)
-        self._sigma = max(float(np.sqrt((own**2).sum() / spare)) if spare > 0 else 0.0, _SIGMA_FLOOR)
-        seen = np.quantile(levels, (np.arange(LEVELS) + 0.5) / LEVELS)
-        self._levels = np.concatenate([seen, levels.max() + _ABOVE])
-        above = np.full(len(_ABOVE), _ABOVE_SHARE / len(_ABOVE))
-        self._prior = np.concatenate([np.full(LEVELS, (1 - _ABOVE_SHARE) / LEVELS), above])
+        # Members lie closer to their own mean than to the level it estimates: k / (k - 1) of the variance is missing.
+        own = np.concatenate(
+            [
+                (logs - level) * np.sqrt(len(logs) / max(len(logs) - 1, 1))
+                for logs, level in zip(self._logs, levels, strict=True)
+            ]
+        )
+        self._sigma = max(float(np.sqrt((own**2).mean())), _SIGMA_FLOOR)
+        self._levels, self._prior = _density(levels)
         residuals = np.sort(own / self._sigma)
         counted = len(residuals) - np.searchsorted(residuals, _Z)
         tail = _TAIL_MEMBERS * _normal_survival(_Z / _TAIL_STD)
@@ -143,11 +146,21 @@ class LengthModel:
 
     def _survive(self, z: Floats) -> Floats:
         index = ((z - _Z[0]) * (1 / (_Z[1] - _Z[0]))).astype(np.int64)
-        return self._survival[np.clip(index, 0, len(_Z) - 1)]
+        return np.asarray(self._survival[np.clip(index, 0, len(_Z) - 1)])
 
     def _length(self, level: Floats, survival: Floats) -> Floats:
         z = np.interp(survival, self._survival[::-1], _Z[::-1])
-        return np.minimum(np.exp(level + self._sigma * z), self._cap)
+        return np.asarray(np.minimum(np.exp(level + self._sigma * z), self._cap))
+
+
+def _density(levels: Floats) -> tuple[Floats, Floats]:
+    """An even grid of levels, and the weight of each: a kernel estimate, and a little for what was never seen."""
+    width = max(_BANDWIDTH_SHARE * 1.06 * float(levels.std()) * len(levels) ** -0.2, _BANDWIDTH_FLOOR)
+    grid = np.linspace(levels.min() - 2 * width, levels.max() + _ABOVE, LEVELS)
+    width = max(width, grid[1] - grid[0])
+    seen = np.exp(-0.5 * ((grid[:, None] - levels) / width) ** 2).sum(axis=1)
+    above = (grid > levels.max()).astype(np.float64)
+    return grid, (1 - _ABOVE_SHARE) * seen / seen.sum() + _ABOVE_SHARE * above / above.sum()
 
 
 def _normal_survival(z: Floats) -> Floats:
@@ -155,7 +168,7 @@ def _normal_survival(z: Floats) -> Floats:
     t = 1 / (1 + 0.2316419 * np.abs(z))
     poly = t * (0.319381530 + t * (-0.356563782 + t * (1.781477937 + t * (-1.821255978 + t * 1.330274429))))
     upper = np.exp(-(z**2) / 2) / np.sqrt(2 * np.pi) * poly
-    return np.where(z >= 0, upper, 1 - upper)
+    return np.asarray(np.where(z >= 0, upper, 1 - upper))
 
 
 @lru_cache(maxsize=4)

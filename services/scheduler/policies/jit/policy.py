@@ -1,63 +1,45 @@
-"""The `jit` policy: lend when the predicted rest of the next step is cheaper with the GPUs lent for the best while, take
-them back when waiting longer would not make the step end sooner.
+"""The `jit` policy: lend when the next step is predicted to end sooner for it, take the GPUs back when lending longer
+would not end the step sooner.
 
-Invariants: a prediction rests on the last reading of running requests and on what happened until then; below full
-coverage `verl` decides, and the answer says so; deciding changes nothing but a memo of that prediction.
+Invariants: a prediction rests on the last reading of running requests and on what happened until then; below 95 %
+coverage `verl` decides, and the answer says so; what was predicted is compared with what came when the step ends, and
+corrects the next predictions; deciding changes nothing but a memo.
 """
 
-from dataclasses import dataclass
-
-import numpy as np
-
 from services.scheduler.policies.errors import EventOrderError
-from services.scheduler.policies.jit.hindsight import Hindsight
-from services.scheduler.policies.jit.inflight import Groups, InFlight
-from services.scheduler.policies.jit.lengths import Floats, LengthModel
-from services.scheduler.policies.jit.outlook import Outlook, Prospect, Setting
-from services.scheduler.policies.jit.rhythm import Rhythm
-from services.scheduler.policies.jit.speed import SpeedModel
+from services.scheduler.policies.jit.forecast import Options, options
+from services.scheduler.policies.jit.guard import Guard
+from services.scheduler.policies.jit.knowledge import Knowledge
 from services.scheduler.policies.off import OffPolicy
 from services.scheduler.policies.types import (
     Action,
     Decision,
     DepthObserved,
     Event,
-    GroupFinished,
-    GroupsAdded,
     LendDone,
     MiniBatchBegan,
-    Placement,
+    MiniBatchEnded,
     Point,
     PolicyConfig,
     ReclaimDone,
-    ReplicaCounters,
-    RequestProgress,
     RunOpened,
-    StarvationBegan,
     StarvationEnded,
     StepBegan,
     StepEnded,
     SyncDone,
-    TopologyChanged,
 )
 from services.scheduler.policies.verl import VerlPolicy
 
-_COVERAGE = 0.95
-_SCENARIOS = 24
+# Below, what is not seen decides more than what is.
+COVERAGE = 0.95
 # A plan is looked at again at least this often: readings of running requests come about as often.
 _RECHECK_S = 10.0
-_SOONEST_S = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Forecast:
-    at: float
-    flight: InFlight
-    outlook: Outlook
+# A reclaim planned sooner than this is due: nothing is learned in between.
+_DUE_S = 1.0
 
 
 class JitPolicy:
-    """See the package."""
+    """Composed of what it knows, and of two judges of what it predicted."""
 
     name = "jit"
     reads_progress = True
@@ -67,79 +49,74 @@ class JitPolicy:
         self._config = config
         self._off = OffPolicy(config)
         self._verl = VerlPolicy(config)
-        run = config.run
-        self._groups = Groups(run.group_size)
-        self._lengths = LengthModel(run.max_response_length)
-        self._speed = SpeedModel()
-        self._rhythm = Rhythm(config.switch.switch_cost_window_size)
-        self._hindsight = Hindsight()
-        self._hybrids = max(run.hybrid_gpus, 0)
-        self._standalones = max(run.standalone_gpus, 1)
-        self._depth: DepthObserved | None = None
+        self._known = Knowledge(config)
+        self._guard = Guard()
         self._step: int | None = None
         self._ended: int | None = None
+        self._ended_at = 0.0
+        self._unpredicted = False
+        self._mini_batch_at = 0.0
         self._mini_batches_done = 0
-        self._sampleable = 0
-        self._changes = 0
-        self._memo: tuple[int, _Forecast] | None = None
 
     # ------------------------------------------------------------------------------------------------- events
 
     def observe(self, event: Event) -> None:
+        # Predictions to learn from are made of what was known just before the event that follows a decision.
+        if self._unpredicted and isinstance(event, SyncDone | LendDone | StepBegan):
+            self._unpredicted = False
+            self._predict_step()
+        if isinstance(event, ReclaimDone):
+            self._predict_wait(event.at - event.cost_s)
         self._verl.observe(event)
         self._off.observe(event)
-        self._rhythm.observe(event)
+        self._known.observe(event)
+        hindsight = self._known.hindsight
         match event:
             case RunOpened():
                 self._config = event.config
-                self._rhythm.resize(event.config.switch.switch_cost_window_size)
-                self._groups.clear()
-                self._changes += 1
-            case TopologyChanged():
-                self._hybrids, self._standalones = event.hybrid_replicas, max(event.standalone_replicas, 1)
-                self._speed.moved(event.at)
-                self._changes += 1
-            case GroupsAdded():
-                self._groups.added(event)
-                self._changes += 1
-            case GroupFinished():
-                self._groups.left(event.group)
-                if not event.failed:
-                    self._lengths.finished(event.lengths)
-            case RequestProgress():
-                self._groups.progress(event)
-                self._changes += 1
-            case ReplicaCounters():
-                self._speed.counters(event)
-            case DepthObserved():
-                self._depth = event
-                self._sampleable = event.sampleable
-            case StarvationBegan():
-                self._sampleable = event.sampleable
-            case StarvationEnded():
-                self._hindsight.waited(event.wait_s)
             case StepBegan():
                 self._step = event.step
                 self._mini_batches_done = 0
+            case StarvationEnded():
+                hindsight.waited(event.wait_s)
             case MiniBatchBegan():
                 self._mini_batches_done = event.mini_batch + 1
+                self._mini_batch_at = event.at
+            case MiniBatchEnded():
+                self._guard.trained(event.at - self._mini_batch_at)
+            case LendDone():
+                self._guard.lent()
             case StepEnded():
-                self._step, self._ended = None, event.step
-                self._hindsight.step_ended()
-            case LendDone() | ReclaimDone() | SyncDone():
-                if isinstance(event, ReclaimDone):
-                    self._predict_wait(event.at - event.cost_s)
-                lent = isinstance(event, LendDone)
-                replicas = self._standalones + (self._hybrids if lent else 0)
-                self._speed.moved(event.at + 1.2 * self._groups.tokens / (self._speed.prefill * replicas))
-                self._changes += 1
+                self._step, self._ended, self._ended_at = None, event.step, event.at
+                self._unpredicted = True
+                hindsight.step_ended()
+                self._guard.step_ended(event.at)
+
+    def _predict_step(self) -> None:
+        """Remember what is expected of the next step, to learn from it when it ends."""
+        depth = self._known.depth
+        if self._known.ready and depth is not None and self._ended is not None and depth.step == self._ended + 1:
+            both = self._step_options(depth)
+            self._guard.predicted(self._ended_at, both.alone.end_s, both.lent.foreseen_s, self._known.train_s)
+
+    def _predict_wait(self, reclaimed_at: float) -> None:
+        """Remember what the step is expected to wait after a reclaim, to learn from it when it ends."""
+        known = self._known
+        if self._step is None or not known.ready or not len(known.groups):
+            return
+        forecast = known.forecast(0)
+        x0 = forecast.outlook.tokens_after(known.since_reading(reclaimed_at), lent=True)
+        left = self._left
+        needed = forecast.outlook.needed(forecast.alive(known.groups), known.sampleable, left, x0)
+        now = forecast.outlook.flow.lent(needed, 0.0, 0.0, x0, longest=0.0)
+        known.hindsight.predicted(now.wait_s, left * (known.rhythm.mini_batch_s or 0.0))
 
     # ---------------------------------------------------------------------------------------------- decisions
 
     def decide(self, point: Point, now: float) -> Decision:
         if not self._config.switch.enable_switch:
             return self._off.decide(point, now)
-        if self._groups.read_at is not None and self._groups.coverage < _COVERAGE:
+        if self._known.groups.read_at is not None and self._known.groups.coverage < COVERAGE:
             return self._fall_back(point, now)
         if point is Point.STEP_END:
             return self._step_end(now)
@@ -149,273 +126,171 @@ class JitPolicy:
 
     def _fall_back(self, point: Point, now: float) -> Decision:
         decision = self._verl.decide(point, now)
-        share = f"{self._groups.coverage:.0%}"
+        share = self._known.groups.coverage
         return Decision(
             action=decision.action,
-            reason=f"Only {share} of the running requests are visible, so verl decides: {decision.reason}",
+            reason=f"Only {share:.0%} of the running requests are visible, so verl decides: {decision.reason}",
             predicted_wait_s=decision.predicted_wait_s,
-            numbers={**decision.numbers, "covered_share": self._groups.coverage},
+            numbers={**decision.numbers, "covered_share": share},
             threshold=decision.threshold,
         )
+
+    # ----------------------------------------------------------------------------------- while GPUs are lent
 
     def _within_step(self, point: Point, now: float) -> Decision:
         if self._step is None:
             raise EventOrderError(f"no step is open, so {point.value} cannot be decided")
         if not self._off.lent:
             return Decision(action=Action.KEEP, reason="The GPUs are with the trainer.")
-        depth = self._depth_at(self._step)
-        run = self._config.run
-        missing_batch = run.train_batch_size if point is Point.STEP_BEGIN else 0
-        reachable = depth.sampleable + depth.in_flight + depth.unpaid_credits + missing_batch
-        numbers = {"sampleable_count": float(depth.sampleable), "reachable_count": float(reachable)}
-        if depth.sampleable < run.mini_batch_size:
-            if reachable < run.mini_batch_size or depth.in_flight + missing_batch == 0:
-                reason = f"{depth.sampleable} groups are sampleable and nothing more can come, so waiting is useless."
-                return Decision(action=Action.RECLAIM, reason=reason, numbers=numbers)
-            reason = f"{depth.sampleable} groups are sampleable, less than a mini-batch, so the GPUs stay lent."
-            return Decision(action=Action.KEEP, reason=reason, numbers=numbers, recheck_at=now + _RECHECK_S)
-        if depth.in_flight + missing_batch == 0:
-            reason = "Every group has finished, so the GPUs go back to training."
+        depth, run = self._depth_at(self._step), self._known.run
+        # At a step's begin its own prompts are yet to come.
+        coming = run.train_batch_size if point is Point.STEP_BEGIN else 0
+        more = depth.in_flight + depth.unpaid_credits + coming
+        numbers = {"sampleable_count": float(depth.sampleable), "reachable_count": float(depth.sampleable + more)}
+        have = f"{depth.sampleable} groups are sampleable"
+        if depth.in_flight + coming == 0 or depth.sampleable + more < run.mini_batch_size:
+            reason = f"{have} and no more can come, so the GPUs go back to training."
             return Decision(action=Action.RECLAIM, reason=reason, numbers=numbers)
-        if not self._lengths.ready or self._groups.read_at is None:
-            return self._half_batch(depth.sampleable, numbers)
-        return self._weigh_reclaim(depth, missing_batch, numbers, now)
+        if depth.sampleable < run.mini_batch_size:
+            reason = f"{have}, less than a mini-batch, so the GPUs stay lent."
+            return Decision(action=Action.KEEP, reason=reason, numbers=numbers, recheck_at=now + _RECHECK_S)
+        if not self._known.ready:
+            half = max(run.train_batch_size // 2, run.mini_batch_size)
+            action = Action.RECLAIM if depth.sampleable >= half else Action.KEEP
+            reason = f"{have}, and until lengths are known the GPUs come back at {half}."
+            return Decision(action=action, reason=reason, numbers=numbers, threshold=half)
+        return self._weigh_reclaim(depth, coming, numbers, now)
 
-    def _half_batch(self, sampleable: int, numbers: dict[str, float]) -> Decision:
-        half = max(self._config.run.train_batch_size // 2, self._config.run.mini_batch_size)
-        enough = sampleable >= half
-        return Decision(
-            action=Action.RECLAIM if enough else Action.KEEP,
-            reason=f"{sampleable} groups are sampleable, and until lengths are known the GPUs come back at {half}.",
-            numbers=numbers,
-            threshold=half,
-        )
-
-    def _weigh_reclaim(
-        self, depth: DepthObserved, missing_batch: int, numbers: dict[str, float], now: float
-    ) -> Decision:
-        forecast = self._forecast(missing_batch)
-        outlook = forecast.outlook
-        x0 = outlook.tokens_after(now - forecast.at, lent=True)
-        left = self._config.run.parameter_sync_step - self._mini_batches_done
-        needed = outlook.needed(self._alive(forecast, missing_batch), depth.sampleable, left, x0)
-        best = outlook.lent(needed, 0.0, 0.0, x0)
-        numbers |= self._numbers(best, now)
-        if best.reclaim_in_s < _SOONEST_S:
-            reason = (
-                f"Reclaimed at {depth.sampleable} groups: the trainer should wait {max(best.wait_s, 0.0):.0f} s for the "
-                "rest of the step, and lending longer would not end it sooner."
+    def _weigh_reclaim(self, depth: DepthObserved, coming: int, numbers: dict[str, float], now: float) -> Decision:
+        known = self._known
+        forecast = known.forecast(coming)
+        x0 = forecast.outlook.tokens_after(known.since_reading(now), lent=True)
+        needed = forecast.outlook.needed(forecast.alive(known.groups), depth.sampleable, self._left, x0)
+        best = forecast.outlook.flow.lent(needed, 0.0, 0.0, x0)
+        wait_s, lend_s = max(best.wait_s, 0.0), best.reclaim_in_s
+        numbers = {
+            **numbers,
+            "predicted_wait_seconds": wait_s,
+            "reclaim_in_seconds": lend_s,
+            "in_flight": float(depth.in_flight),
+            **known.numbers(now),
+        }
+        missing = max(self._left * known.run.mini_batch_size - depth.sampleable, 0)
+        if lend_s < _DUE_S:
+            rest = (
+                f"the remaining {missing} should keep the trainer waiting {wait_s:.0f} s" if missing else "all there is"
             )
-            return Decision(action=Action.RECLAIM, reason=reason, predicted_wait_s=max(best.wait_s, 0.0), numbers=numbers)
+            reason = (
+                f"Reclaimed at {depth.sampleable} groups: {rest}, and lending longer would not end the step sooner."
+            )
+            return Decision(action=Action.RECLAIM, reason=reason, predicted_wait_s=wait_s, numbers=numbers)
         return Decision(
             action=Action.KEEP,
-            reason=f"{depth.sampleable} groups are sampleable: lending {best.reclaim_in_s:.0f} s longer ends the step sooner.",
-            predicted_wait_s=max(best.wait_s, 0.0),
+            reason=f"{depth.sampleable} groups are sampleable; {lend_s:.0f} s more of lending end the step sooner.",
+            predicted_wait_s=wait_s,
             numbers=numbers,
-            recheck_at=now + min(best.reclaim_in_s, _RECHECK_S),
+            recheck_at=now + min(lend_s, _RECHECK_S),
         )
+
+    # ----------------------------------------------------------------------------------------- at a step's end
 
     def _step_end(self, now: float) -> Decision:
         if self._ended is None or self._step is not None:
             raise EventOrderError("no step has ended, so there is no step's end to decide")
-        run = self._config.run
-        depth = self._depth_at(self._ended + 1)
+        depth, run = self._depth_at(self._ended + 1), self._known.run
+        numbers = {"sampleable_count": float(depth.sampleable)}
+        have = f"{depth.sampleable} groups are sampleable"
         if self._ended >= run.total_training_steps:
-            return self._no_lend(f"Step {self._ended} is the last, so nothing is lent.", {}, None)
-        if not self._lengths.ready or self._groups.read_at is None:
+            return _at_end(False, f"Step {self._ended} is the last, so nothing is lent.", numbers)
+        if not self._known.ready:
             lend = depth.sampleable < run.train_batch_size
-            reason = f"{depth.sampleable} groups are sampleable and no lengths are known, so a lend is "
-            return Decision(
-                action=Action.LEND if lend else Action.KEEP,
-                reason=reason + ("tried." if lend else "not needed."),
-                numbers={"should_switch_to_rollout": float(lend), "sampleable_count": float(depth.sampleable)},
+            return _at_end(
+                lend,
+                f"{have} and lengths are not known yet, so a lend is {'tried' if lend else 'not needed'}.",
+                numbers,
             )
-        forecast = self._forecast(run.train_batch_size)
-        outlook, setting = forecast.outlook, self._setting()
-        x0 = 0.0
-        needed = outlook.needed(self._alive(forecast, run.train_batch_size), depth.sampleable, run.parameter_sync_step, x0)
-        alone, lent, placement = self._options(forecast, needed, self._rhythm.sync_s)
-        numbers = {"sampleable_count": float(depth.sampleable), "token_value_us": setting.token_value_s * 1e6}
-        gain = alone.cost_s - lent.cost_s
+        both = self._step_options(depth)
+        alone_s, lent_s = max(both.alone.wait_s, 0.0), max(both.lent.wait_s, 0.0)
+        gain_s = both.gain_s + self._guard.correction_s
         numbers |= {
-            "gain_seconds": gain,
-            "wait_alone_seconds": alone.wait_s,
-            "wait_lent_seconds": lent.wait_s,
-            "lend_for_seconds": lent.reclaim_in_s,
-        } | self._numbers(lent, now)
-        if gain <= 0:
-            reason = f"The next step should wait {max(alone.wait_s, 0.0):.0f} s for rollouts, and lending would cost more."
-            return self._no_lend(reason, numbers, max(alone.wait_s, 0.0))
-        return Decision(
-            action=Action.LEND,
-            reason=f"The next step would wait {alone.wait_s:.0f} s for rollouts; lending for "
-            f"{lent.reclaim_in_s:.0f} s saves {gain:.0f} s.",
-            placement=placement,
-            predicted_wait_s=max(lent.wait_s, 0.0),
-            numbers=numbers | {"should_switch_to_rollout": 1.0},
-        )
+            "gain_seconds": gain_s,
+            "gain_correction_seconds": self._guard.correction_s,
+            "gain_margin_seconds": self._guard.margin_s,
+            "wait_alone_seconds": alone_s,
+            "wait_lent_seconds": lent_s,
+            "lend_for_seconds": both.lent.reclaim_in_s,
+        } | self._known.numbers(now)
+        # Without a wait nothing can be gained, whatever a correction says.
+        lend = gain_s > self._guard.margin_s and alone_s > 0
+        would = f"The next step would wait {alone_s:.0f} s for rollouts"
+        if not lend:
+            return _at_end(False, f"{would}, and lending would not end it sooner.", numbers, wait_s=alone_s)
+        reason = f"{would}; lending for about {both.lent.reclaim_in_s:.0f} s ends it {gain_s:.0f} s sooner."
+        return _at_end(True, reason, numbers, both, lent_s)
 
-    def _no_lend(self, reason: str, numbers: dict[str, float], wait_s: float | None) -> Decision:
-        return Decision(
-            action=Action.KEEP,
-            reason=reason,
-            predicted_wait_s=wait_s,
-            numbers=numbers | {"should_switch_to_rollout": 0.0},
-        )
+    def _step_options(self, depth: DepthObserved) -> Options:
+        """The next step without and with a lend, when one has just ended."""
+        known = self._known
+        forecast = known.forecast(known.run.train_batch_size)
+        x0 = forecast.outlook.tokens_after(known.since_reading(self._ended_at), lent=False)
+        alive = forecast.alive(known.groups)
+        needed = forecast.outlook.needed(alive, depth.sampleable, known.run.parameter_sync_step, x0)
+        return options(forecast, needed, known.setting(), known.rhythm.sync_s, x0)
+
+    # ------------------------------------------------------------------------------------------ within a step
 
     def _sample_begin(self, now: float) -> Decision:
-        run = self._config.run
+        known = self._known
+        run, have = known.run, f"{known.sampleable} groups are sampleable"
         if not run.reinstall_within_step:
             return Decision(action=Action.KEEP, reason="The trainer cannot install weights within a step.")
-        if self._off.lent or self._sampleable >= run.mini_batch_size:
-            return Decision(action=Action.KEEP, reason=f"{self._sampleable} groups are sampleable, enough to train on.")
-        if not self._lengths.ready or self._groups.read_at is None or not len(self._groups):
-            return Decision(action=Action.KEEP, reason="Nothing is known of what runs, so nothing is lent.")
-        forecast = self._forecast(0)
-        outlook = forecast.outlook
-        x0 = outlook.tokens_after(now - forecast.at, lent=False)
-        left = run.parameter_sync_step - self._mini_batches_done
-        needed = outlook.needed(self._alive(forecast, 0), self._sampleable, left, x0)
-        alone = outlook.alone(needed, 0.0, 0.0, x0)
-        _, lent, placement = self._options(forecast, needed, 0.0, x0)
-        gain = alone.cost_s - lent.cost_s
-        numbers = {"gain_seconds": gain, "wait_alone_seconds": alone.wait_s, "wait_lent_seconds": lent.wait_s}
-        lend = gain > 0
+        if self._off.lent or known.sampleable >= run.mini_batch_size:
+            return Decision(action=Action.KEEP, reason=f"{have}, so there is nothing to lend for.")
+        if not known.ready or not len(known.groups):
+            return Decision(action=Action.KEEP, reason=f"{have}, and what runs is not known, so nothing is lent.")
+        forecast = known.forecast(0)
+        x0 = forecast.outlook.tokens_after(known.since_reading(now), lent=False)
+        needed = forecast.outlook.needed(forecast.alive(known.groups), known.sampleable, self._left, x0)
+        both = options(forecast, needed, known.setting(), 0.0, x0)
+        alone_s, lend = max(both.alone.wait_s, 0.0), both.gain_s > 0
+        numbers = {
+            "sampleable_count": float(known.sampleable),
+            "gain_seconds": both.gain_s,
+            "wait_alone_seconds": alone_s,
+            "wait_lent_seconds": both.lent.wait_s,
+            "lend_for_seconds": both.lent.reclaim_in_s,
+        } | known.numbers(now)
+        starving = f"{have} and the trainer would wait {alone_s:.0f} s in this step"
+        then = f"lending ends it {both.gain_s:.0f} s sooner" if lend else "lending would not end it sooner"
         return Decision(
             action=Action.LEND if lend else Action.KEEP,
-            reason=f"The trainer starves and would wait {alone.wait_s:.0f} s; lending "
-            + (f"saves {gain:.0f} s." if lend else "would save nothing."),
-            placement=placement if lend else None,
-            predicted_wait_s=lent.wait_s if lend else alone.wait_s,
-            numbers=numbers | self._numbers(lent, now),
+            reason=f"{starving}; {then}.",
+            placement=both.placement if lend else None,
+            predicted_wait_s=max(both.lent.wait_s, 0.0) if lend else alone_s,
+            numbers=numbers,
         )
 
     # ------------------------------------------------------------------------------------------------ details
 
-    def _options(
-        self, forecast: _Forecast, needed: Floats, sync_s: float, x0: float = 0.0
-    ) -> tuple[Prospect, Prospect, Placement]:
-        """Not lending and lending, decided now: `sync_s` passes first, in which nothing decodes."""
-        outlook, setting, flight = forecast.outlook, self._setting(), forecast.flight
-        tokens = flight.snapshot.tokens
-        prefix = float(tokens.sum())
-        alone = outlook.alone(needed, sync_s, sync_s + prefix / (setting.prefill * setting.standalones), x0)
-        # Longest prefixes stay, so that a reclaim moves few tokens; the next batch fills the hybrids.
-        everything = outlook.members
-        share = everything * setting.standalones // (setting.standalones + setting.hybrids)
-        order = np.argsort(-tokens, kind="stable")
-        stay = np.zeros(everything, dtype=np.bool_)
-        stay[order[:share]] = True
-        on_standalone = float(tokens[order[:share]].sum())
-        on_hybrid = prefix - on_standalone
-        outlook.placed(stay)
-        stall_standalone = on_standalone / (setting.prefill * setting.standalones)
-        stall_hybrid = on_hybrid / (setting.prefill * max(setting.hybrids, 1))
-        serving = sync_s + setting.lend_s
-        # While the hybrids load weights, the standalone share decodes on.
-        ahead = max(setting.lend_s - stall_standalone, 0.0) * setting.standalones
-        head_start = outlook.tokens_after(ahead / (setting.standalones + setting.hybrids), lent=True)
-        lent = outlook.lent(needed, serving, serving + stall_hybrid, x0 + head_start)
-        keys = flight.keys
-        runs = flight.running
-        placement = Placement(
-            hybrid=tuple(keys[i] for i in order[share:] if runs[i]),
-            standalone=tuple(keys[i] for i in order[:share] if runs[i]),
-        )
-        return alone, lent, placement
-
-    def _predict_wait(self, reclaimed_at: float) -> None:
-        """Remember what the step is expected to wait after a reclaim, to learn from it when the step ends."""
-        if self._step is None or not self._lengths.ready or self._groups.read_at is None or not len(self._groups):
-            return
-        run = self._config.run
-        forecast = self._forecast(0)
-        outlook = forecast.outlook
-        x0 = outlook.tokens_after(max(reclaimed_at - forecast.at, 0.0), lent=True)
-        left = run.parameter_sync_step - self._mini_batches_done
-        needed = outlook.needed(self._alive(forecast, 0), self._sampleable, left, x0)
-        self._hindsight.predicted(outlook.lent(needed, 0.0, 0.0, x0, longest=0.0).wait_s, left * outlook.mini_batch_s)
-
-    def _alive(self, forecast: _Forecast, fresh: int) -> np.ndarray:  # type: ignore[type-arg]
-        """Which groups of the forecast are still in flight: the fresh ones are its last."""
-        del fresh
-        names = forecast.flight.names
-        known = [index for index, name in enumerate(names) if self._groups.has(name)]
-        total = forecast.outlook.completion.shape[0]
-        return np.array([*known, *range(len(names), total)], dtype=np.int64)
-
-    def _forecast(self, batch: int) -> _Forecast:
-        """Scenarios as of the last reading, with `batch` groups that are still to be added."""
-        key = self._changes * 2 + (batch > 0)
-        if self._memo is not None and self._memo[0] == key:
-            return self._memo[1]
-        flight = self._groups.in_flight()
-        run = self._config.run
-        unseen = 0 if self._depth is None else max(0, self._depth.in_flight - len(self._groups))
-        fresh = len(flight.fresh) + batch + unseen
-        old, new = self._lengths.draw(flight.snapshot, fresh, run.group_size, _SCENARIOS)
-        members = len(old)
-        left = np.concatenate([old, new])
-        first = np.concatenate([flight.snapshot.first, members + run.group_size * np.arange(fresh)])
-        prefix = np.concatenate([flight.snapshot.tokens, np.zeros(len(new))])
-        hybrid_share = self._hybrids / (self._hybrids + self._standalones)
-        on_hybrid = np.arange(len(new)) < hybrid_share * len(new)
-        hybrid = np.concatenate([flight.hybrid, on_hybrid])
-        outlook = Outlook(left, first, prefix, hybrid, self._setting())
-        forecast = _Forecast(flight.at, flight, outlook)
-        self._memo = (key, forecast)
-        return forecast
-
-    def _setting(self) -> Setting:
-        base, slope = self._speed.line
-        run, rhythm = self._config.run, self._rhythm
-        return Setting(
-            hybrids=self._hybrids,
-            standalones=self._standalones,
-            base=base,
-            slope=slope,
-            prefill=self._speed.prefill,
-            lend_s=rhythm.lend_s,
-            reclaim_s=rhythm.reclaim_s,
-            mini_batch=run.mini_batch_size,
-            mini_batch_s=rhythm.mini_batch_s or 0.0,
-            token_value_s=self._token_value_s(base, slope),
-            stretch=self._hindsight.stretch,
-        )
-
-    def _token_value_s(self, base: float, slope: float) -> float:
-        """Seconds that one token decoded now saves the trainer in later steps.
-
-        While generation is the bottleneck, later steps lend too, and need less of it; nothing where training is.
-        """
-        run = self._config.run
-        batch = run.train_batch_size * run.group_size
-        replicas = self._hybrids + self._standalones
-        running = max(batch / replicas, 1.0)
-        lent = (base + slope * running) / (running * replicas)
-        demand = batch * self._lengths.mean_length
-        alone = max(1.25 * batch / self._standalones, 1.0)
-        train_s = run.parameter_sync_step * (self._rhythm.mini_batch_s or 0.0)
-        supply = train_s * self._standalones * alone / (base + slope * alone)
-        short = (demand - supply) / max(demand, 1.0)
-        return PHI * lent * min(max(short / 0.1, 0.0), 1.0)
-
-    def _numbers(self, prospect: Prospect, now: float) -> dict[str, float]:
-        base, slope = self._speed.line
-        return {
-            "predicted_wait_seconds": prospect.wait_s,
-            "reclaim_in_seconds": prospect.reclaim_in_s,
-            "decode_base_seconds": base,
-            "decode_slope_seconds": slope,
-            "prefill_tokens_per_second": self._speed.prefill,
-            "arrival_stretch": self._hindsight.stretch,
-            "covered_share": self._groups.coverage,
-        } | self._rhythm.numbers(now)
+    @property
+    def _left(self) -> int:
+        """Mini-batches that the step has still to train."""
+        return self._known.run.parameter_sync_step - self._mini_batches_done
 
     def _depth_at(self, step: int) -> DepthObserved:
-        if self._depth is None or self._depth.step != step:
-            raise EventOrderError(f"the depth of step {step} was not observed; the last one is {self._depth}")
-        return self._depth
+        depth = self._known.depth
+        if depth is None or depth.step != step:
+            raise EventOrderError(f"the depth of step {step} was not observed; the last one is {depth}")
+        return depth
 
 
-PHI = 0.0
+def _at_end(
+    lend: bool, reason: str, numbers: dict[str, float], both: Options | None = None, wait_s: float | None = None
+) -> Decision:
+    return Decision(
+        action=Action.LEND if lend else Action.KEEP,
+        reason=reason,
+        placement=both.placement if both else None,
+        predicted_wait_s=wait_s,
+        numbers=numbers | {"should_switch_to_rollout": float(lend)},
+    )

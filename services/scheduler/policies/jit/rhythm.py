@@ -1,6 +1,6 @@
 """The trainer's pace and the cost of moving GPUs, learned from the last of each.
 
-Invariants: a mean of costs is over the last few, so a cold first one leaves; what was never measured has a stated guess.
+Invariant: a mean of costs is over the last few, so a cold first one leaves.
 """
 
 from services.scheduler.policies.costs import SwitchCosts

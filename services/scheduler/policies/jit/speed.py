@@ -7,9 +7,9 @@ Invariants: s(b) is positive and does not fall with b; a window in which GPUs or
 decoding.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from services.scheduler.policies.types import ReplicaCounters
+from services.scheduler.policies.types import Pool, ReplicaCounters
 
 # Shorter windows count too few tokens to say anything.
 _WINDOW_S = 10.0
@@ -17,11 +17,21 @@ _WINDOW_S = 10.0
 _SHAPE_KEEP = 0.997
 # Share of the old scale that is left after one window of a pool.
 _SCALE_KEEP = 0.6
-# Before any window: a decode step of 30 B active-weight models on 4 GPUs; only its shape lasts once speeds are measured.
+# Before any window: a large model on 4 GPUs; only the shape of this lasts, until other shapes are measured.
 _BASE_S, _SLOPE_S = 0.01, 0.00008
 # How many windows the first guess of the shape counts for.
 _GUESS_WINDOWS = 1.0
 _GUESS_PREFILL = 60_000.0
+# No engine is slower or faster.
+_SLOWEST_PREFILL, _FASTEST_PREFILL = 1_000.0, 1_000_000.0
+_PATIENCE = 1.2
+_PREFILL_KEEP = 0.6
+# A replica whose decoding explains this share of a window has done with prefill.
+_BACK = 0.9
+# So long after a move a slow window is not believed where prefill is not reported.
+_DISTRUST_S = 60.0
+# Shorter stalls drown in the spacing of the readings.
+_VISIBLE_S = 1.5
 
 
 @dataclass(slots=True)
@@ -31,6 +41,16 @@ class _Reading:
     running: int
 
 
+@dataclass(slots=True)
+class _Stall:
+    since: float
+    tokens: float
+    replicas: int
+    first: dict[str, ReplicaCounters] = field(default_factory=dict)
+    last: dict[str, ReplicaCounters] = field(default_factory=dict)
+    missing: dict[str, float] = field(default_factory=dict)
+
+
 class SpeedModel:
     """Feed it counters, and tell it when something moved."""
 
@@ -38,9 +58,12 @@ class SpeedModel:
         self._last: dict[str, _Reading] = {}
         self._sums: tuple[float, ...] = (0.0,) * 5
         self._quiet_from = 0.0
+        self._moved_at = 0.0
         self._scale = 1.0
         self._base, self._slope = _BASE_S, _SLOPE_S
         self._prefill: dict[str, float] = {}
+        self._learned: float | None = None
+        self._stall: _Stall | None = None
 
     @property
     def measured(self) -> bool:
@@ -50,7 +73,9 @@ class SpeedModel:
     @property
     def prefill(self) -> float:
         """Prefill tokens per second of one replica."""
-        return sum(self._prefill.values()) / len(self._prefill) if self._prefill else _GUESS_PREFILL
+        if self._prefill:
+            return sum(self._prefill.values()) / len(self._prefill)
+        return _GUESS_PREFILL if self._learned is None else self._learned
 
     @property
     def line(self) -> tuple[float, float]:
@@ -62,15 +87,24 @@ class SpeedModel:
         base, slope = self.line
         return base + slope * running
 
-    def moved(self, until: float) -> None:
-        """GPUs, weights or requests move until then."""
-        self._quiet_from = max(self._quiet_from, until)
+    def moved(self, at: float, tokens: float) -> None:
+        """GPUs, weights or requests moved at `at`; a replica has about `tokens` to prefill again."""
+        self._quiet_from = max(self._quiet_from, at + _PATIENCE * tokens / self.prefill)
+        self._moved_at = at
         self._last.clear()
+        self._stall = None
+
+    def prefilling(self, since: float, tokens: float, replicas: int) -> None:
+        """From `since` on `replicas` standalone ones prefill `tokens` together; call it after `moved`."""
+        if tokens > 0 and self.measured:
+            self._stall = _Stall(since, tokens, replicas)
 
     def counters(self, event: ReplicaCounters) -> None:
         """A reading of one replica."""
         if event.prefill_tokens_per_s is not None and event.prefill_tokens_per_s > 0:
             self._prefill[event.replica] = event.prefill_tokens_per_s
+        elif self._stall is not None and event.pool is Pool.STANDALONE:
+            self._watch_stall(self._stall, event)
         last = self._last.get(event.replica)
         if event.at < self._quiet_from:
             return
@@ -82,8 +116,43 @@ class SpeedModel:
             return
         self._last[event.replica] = _Reading(event.at, event.decoded_tokens, event.running_requests)
         running, tokens = (last.running + event.running_requests) / 2, event.decoded_tokens - last.decoded
+        if self._looks_stalled(event.at, took, tokens, running):
+            return
         if running >= 1 and tokens > 0 and abs(last.running - event.running_requests) <= 0.3 * running:
             self._learn(running, took * running / tokens)
+
+    def _watch_stall(self, stall: _Stall, event: ReplicaCounters) -> None:
+        """Time in which a replica decoded nothing after a reclaim is time in which it prefilled."""
+        first = stall.first.setdefault(event.replica, event)
+        last = stall.last.get(event.replica, first)
+        stall.last[event.replica] = event
+        if first is event or event.replica in stall.missing or event.running_requests < 1:
+            return
+        if self._decoding(last, event) < _BACK * (event.at - last.at):
+            return
+        missing = event.at - first.at - self._decoding(first, event)
+        # What passed before the first reading was prefill as well, if there was any to see.
+        stall.missing[event.replica] = missing + (first.at - stall.since if missing > _VISIBLE_S else 0.0)
+        if len(stall.missing) < stall.replicas:
+            return
+        self._stall = None
+        total = sum(stall.missing.values())
+        if total > 2 * _VISIBLE_S * stall.replicas:
+            seen = min(max(stall.tokens / total, _SLOWEST_PREFILL), _FASTEST_PREFILL)
+            known = self._learned
+            self._learned = seen if known is None else known**_PREFILL_KEEP * seen ** (1 - _PREFILL_KEEP)
+
+    def _looks_stalled(self, at: float, took: float, tokens: int, running: float) -> bool:
+        """Whether a slow window soon after a move is rather prefill than slow decoding, where no rate is reported."""
+        prefilling = self._stall is not None or at < self._moved_at + _DISTRUST_S
+        if self._prefill or not self.measured or not prefilling:
+            return False
+        return tokens * self.token_s(running) < _BACK * took * running
+
+    def _decoding(self, first: ReplicaCounters, last: ReplicaCounters) -> float:
+        """Seconds between two readings that decoding explains."""
+        running = max((first.running_requests + last.running_requests) / 2, 1.0)
+        return (last.decoded_tokens - first.decoded_tokens) * self.token_s(running) / running
 
     def _learn(self, running: float, token_s: float) -> None:
         expected = self._base + self._slope * running

@@ -18,16 +18,19 @@ Conventions of this file, which hold for every call:
     other durations are domain time.
   * int64 is a bigint or a string in JavaScript, never a Number. An event or frame whose oneof is unset in a response
     comes from a newer service and is to be ignored; in a request it is INVALID_ARGUMENT / BAD_FRAME.
-  * A call that is wrong for the state of a replica (unknown tag, sleeping weights, ...) is refused for that replica
-    before anything reaches an engine.
+  * A call that is wrong for the state of a replica (sleeping weights, ...) is refused for that replica before anything
+    reaches an engine. Commands of one replica reach its engine one after the other. One that ran out of time counts as
+    under way until the engine answers it: DEADLINE_EXCEEDED / ENGINE_TIMEOUT for its caller, REPLICA_BUSY for later ones.
+    Done means that the engine's state, read afterwards, says so; otherwise ABORTED / NOT_CONFIRMED.
   * Ids are opaque UTF-8 strings of the caller: 1 to 512 bytes, no control characters.
-  * `epoch` is the trainer's fencing token, see OpenEpoch: unset is allowed only while none was ever opened; lower than
-    the run's is FAILED_PRECONDITION / STALE_EPOCH, higher FAILED_PRECONDITION / UNKNOWN_EPOCH.
+  * `epoch` is the trainer's fencing token, see OpenEpoch: unset is allowed only while none was ever opened, afterwards it
+    is FAILED_PRECONDITION / EPOCH_REQUIRED; lower than the run's is FAILED_PRECONDITION / STALE_EPOCH, higher
+    FAILED_PRECONDITION / UNKNOWN_EPOCH.
   * `request_id`, empty for none, makes a mutation repeatable. It is scoped to (run, call): the same id with the same
     content gets the first answer again, with other content INVALID_ARGUMENT / REQUEST_ID_REUSED. Content is every field
     but epoch and timeout. OK answers are kept for an hour, at most 100 000.
-  * One controller serves one run: another run_id is NOT_FOUND / RUN_NOT_FOUND. The first OpenEpoch or Register binds it,
-    unless the service was started for a named run.
+  * One controller serves one run: another run_id is NOT_FOUND / RUN_NOT_FOUND. The first OpenEpoch or Register binds it
+    (an agent: the first call of any kind), unless the service was started for a named run.
   * Tags name the kinds of memory an engine can give up: "weights", "kv_cache", and what else it declares. They are
     matched exactly.
 """
@@ -2624,7 +2627,7 @@ class Sampling(google.protobuf.message.Message):
     top_k: builtins.int
     """Candidates kept; 0 or unset: all."""
     seed: builtins.int
-    """Seed; unset: the engine's choice."""
+    """Seed; unset: one that follows from request_id, so that an output that is continued elsewhere stays the same."""
     logprobs: builtins.bool
     """Whether log-probabilities of the drawn tokens are wanted."""
     @property
@@ -2713,7 +2716,7 @@ class GenerateRequest(google.protobuf.message.Message):
     max_tokens: builtins.int
     """Budget of output tokens over all segments, the output so far included. At least 1."""
     delta_tokens: builtins.int
-    """Least new tokens before a delta leaves; 0: only the final message. Default 64."""
+    """Least new tokens before a delta leaves; 0: only the final message, after one delta for each earlier segment. Default 64."""
     replica_id: builtins.str
     """Empty: the controller places the request. Set: it runs on this replica and nowhere else, whatever its route, which is
     how a controller uses the agents of its nodes. No `placed` event is sent. If the replica stops the request, it ends
@@ -2768,7 +2771,7 @@ Global___GenerateRequest: typing_extensions.TypeAlias = GenerateRequest
 
 @typing.final
 class Placed(google.protobuf.message.Message):
-    """Placed tells where the request runs now."""
+    """Placed tells where the request runs now. A parked request gets a second one when it is forwarded."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

@@ -227,7 +227,8 @@ class EngineControllerServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def WatchReplicas(self, request, context):
-        """WatchReplicas streams the replicas: all at once, then those that changed, coalesced.
+        """WatchReplicas streams the replicas: all at once, then those that changed, coalesced. Counts of requests alone are no
+        change.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -281,7 +282,8 @@ class EngineControllerServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ResetCaches(self, request, context):
-        """ResetCaches empties caches. An engine that answers "false" (blocks in use) is FAILED_PRECONDITION / CACHE_BUSY.
+        """ResetCaches empties caches. An engine that answers "false" (blocks in use) is FAILED_PRECONDITION / CACHE_BUSY. Without
+        request_id a repeat resets all selected replicas again, since a cache fills again at once.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -305,7 +307,8 @@ class EngineControllerServicer(object):
     def BeginLend(self, request, context):
         """BeginLend prepares hybrid replicas to generate: routes HELD, all sticky sessions cleared, weights tag awake.
         Idempotent by lend_id. Another lend open: FAILED_PRECONDITION / LEND_OPEN. During a reclaim: ABORTED /
-        RECLAIM_UNDER_WAY. A hybrid replica that registers while a lend is open joins it.
+        RECLAIM_UNDER_WAY. No replica: FAILED_PRECONDITION / NO_REPLICA; not a hybrid one: INVALID_ARGUMENT / NOT_HYBRID. A
+        hybrid replica that registers while a lend is open joins it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -314,7 +317,8 @@ class EngineControllerServicer(object):
     def FinishLend(self, request, context):
         """FinishLend lets them serve: KV awake, caches reset, version checked, resumed, routes SERVING. Requests parked on
         replicas that failed are placed elsewhere. OK when all of them serve; otherwise PARTIAL: those that can, serve, and the
-        routes of the others are OUT. Reasons per replica: VERSION_MISMATCH, NOT_VACATED.
+        routes of the others are OUT. Reasons per replica: VERSION_MISMATCH, NOT_VACATED, UPDATE_OPEN, WEIGHTS_DISCARDED,
+        WEIGHTS_HALF_UPDATED, and those of engines.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -329,7 +333,8 @@ class EngineControllerServicer(object):
 
     def Reclaim(self, request, context):
         """Reclaim takes hybrid replicas back: routes OUT, their sessions cleared, late requests re-routed, paused, drained,
-        asleep, confirmed free. OK only when every one of them is. Nothing lent: OK, nothing done.
+        asleep, confirmed free. OK only when every one of them is. All free already: OK, nothing done. An open weight update of
+        theirs is abandoned.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -337,7 +342,8 @@ class EngineControllerServicer(object):
 
     def BeginWeightUpdate(self, request, context):
         """BeginWeightUpdate opens a weight transaction over a set of replicas and prepares them. Errors: FAILED_PRECONDITION /
-        UPDATE_OPEN, VERSION_OLDER (below a replica's, unless allow_older; equal is allowed).
+        UPDATE_OPEN, VERSION_OLDER (below a replica's, unless allow_older; equal is allowed), REPLICA_SERVING (kind ASLEEP for
+        one that serves), NO_REPLICA (none selected).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -346,7 +352,8 @@ class EngineControllerServicer(object):
     def UpdateWeights(self, request_iterator, context):
         """UpdateWeights moves weights through the controller: header, chunks of about 1 MiB, end. Trainers that move weights by
         their own means (NCCL, RDMA, files) skip it. Replicas are half-updated from the first byte to the commit. It may be
-        called several times per wave, for example per bucket; after an error or a lost answer the whole move is sent again.
+        called several times per wave, for example per bucket; after an error or a lost answer the whole move is sent again. OK
+        as long as one replica took all bytes. A frame out of order: INVALID_ARGUMENT / BAD_FRAME.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -354,8 +361,9 @@ class EngineControllerServicer(object):
 
     def CommitWeightUpdate(self, request, context):
         """CommitWeightUpdate takes the trainer's word per replica, resets prefix, multimodal and encoder caches, stamps the
-        version and resumes (not a replica that is being lent). With `staggered` it then opens the next wave. Errors:
-        DATA_LOSS / CHECKSUM_MISMATCH per replica.
+        version and resumes (not a replica that is being lent). With `staggered` it then opens the next wave. Replicas that
+        failed stay in the wave: send to them and commit again, or abort. Errors per replica: DATA_LOSS / CHECKSUM_MISMATCH,
+        ABORTED / NOT_ACKNOWLEDGED, ABORTED / WEIGHTS_INCOMPLETE (the engine knows that it has none).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -18,16 +18,19 @@ Conventions of this file, which hold for every call:
     other durations are domain time.
   * int64 is a bigint or a string in JavaScript, never a Number. An event or frame whose oneof is unset in a response
     comes from a newer service and is to be ignored; in a request it is INVALID_ARGUMENT / BAD_FRAME.
-  * A call that is wrong for the state of a replica (unknown tag, sleeping weights, ...) is refused for that replica
-    before anything reaches an engine.
+  * A call that is wrong for the state of a replica (sleeping weights, ...) is refused for that replica before anything
+    reaches an engine. Commands of one replica reach its engine one after the other. One that ran out of time counts as
+    under way until the engine answers it: DEADLINE_EXCEEDED / ENGINE_TIMEOUT for its caller, REPLICA_BUSY for later ones.
+    Done means that the engine's state, read afterwards, says so; otherwise ABORTED / NOT_CONFIRMED.
   * Ids are opaque UTF-8 strings of the caller: 1 to 512 bytes, no control characters.
-  * `epoch` is the trainer's fencing token, see OpenEpoch: unset is allowed only while none was ever opened; lower than
-    the run's is FAILED_PRECONDITION / STALE_EPOCH, higher FAILED_PRECONDITION / UNKNOWN_EPOCH.
+  * `epoch` is the trainer's fencing token, see OpenEpoch: unset is allowed only while none was ever opened, afterwards it
+    is FAILED_PRECONDITION / EPOCH_REQUIRED; lower than the run's is FAILED_PRECONDITION / STALE_EPOCH, higher
+    FAILED_PRECONDITION / UNKNOWN_EPOCH.
   * `request_id`, empty for none, makes a mutation repeatable. It is scoped to (run, call): the same id with the same
     content gets the first answer again, with other content INVALID_ARGUMENT / REQUEST_ID_REUSED. Content is every field
     but epoch and timeout. OK answers are kept for an hour, at most 100 000.
-  * One controller serves one run: another run_id is NOT_FOUND / RUN_NOT_FOUND. The first OpenEpoch or Register binds it,
-    unless the service was started for a named run.
+  * One controller serves one run: another run_id is NOT_FOUND / RUN_NOT_FOUND. The first OpenEpoch or Register binds it
+    (an agent: the first call of any kind), unless the service was started for a named run.
   * Tags name the kinds of memory an engine can give up: "weights", "kv_cache", and what else it declares. They are
     matched exactly.
 """
@@ -808,7 +811,9 @@ class EngineControllerStub(typing.Generic[_EngineControllerOpenEpochType, _Engin
     """ListReplicas reads the replicas, by id."""
 
     WatchReplicas: _EngineControllerWatchReplicasType
-    """WatchReplicas streams the replicas: all at once, then those that changed, coalesced."""
+    """WatchReplicas streams the replicas: all at once, then those that changed, coalesced. Counts of requests alone are no
+    change.
+    """
 
     Sleep: _EngineControllerSleepType
     """Sleep frees engine memory. HYBRID: pauses and drains first, sleeps at the level, then resets the encoder cache.
@@ -838,7 +843,9 @@ class EngineControllerStub(typing.Generic[_EngineControllerOpenEpochType, _Engin
     """
 
     ResetCaches: _EngineControllerResetCachesType
-    """ResetCaches empties caches. An engine that answers "false" (blocks in use) is FAILED_PRECONDITION / CACHE_BUSY."""
+    """ResetCaches empties caches. An engine that answers "false" (blocks in use) is FAILED_PRECONDITION / CACHE_BUSY. Without
+    request_id a repeat resets all selected replicas again, since a cache fills again at once.
+    """
 
     Abort: _EngineControllerAbortType
     """Abort ends requests; they keep their tokens so far. Unknown ids are fine and are not remembered."""
@@ -851,13 +858,15 @@ class EngineControllerStub(typing.Generic[_EngineControllerOpenEpochType, _Engin
     BeginLend: _EngineControllerBeginLendType
     """BeginLend prepares hybrid replicas to generate: routes HELD, all sticky sessions cleared, weights tag awake.
     Idempotent by lend_id. Another lend open: FAILED_PRECONDITION / LEND_OPEN. During a reclaim: ABORTED /
-    RECLAIM_UNDER_WAY. A hybrid replica that registers while a lend is open joins it.
+    RECLAIM_UNDER_WAY. No replica: FAILED_PRECONDITION / NO_REPLICA; not a hybrid one: INVALID_ARGUMENT / NOT_HYBRID. A
+    hybrid replica that registers while a lend is open joins it.
     """
 
     FinishLend: _EngineControllerFinishLendType
     """FinishLend lets them serve: KV awake, caches reset, version checked, resumed, routes SERVING. Requests parked on
     replicas that failed are placed elsewhere. OK when all of them serve; otherwise PARTIAL: those that can, serve, and the
-    routes of the others are OUT. Reasons per replica: VERSION_MISMATCH, NOT_VACATED.
+    routes of the others are OUT. Reasons per replica: VERSION_MISMATCH, NOT_VACATED, UPDATE_OPEN, WEIGHTS_DISCARDED,
+    WEIGHTS_HALF_UPDATED, and those of engines.
     """
 
     AbortLend: _EngineControllerAbortLendType
@@ -865,24 +874,28 @@ class EngineControllerStub(typing.Generic[_EngineControllerOpenEpochType, _Engin
 
     Reclaim: _EngineControllerReclaimType
     """Reclaim takes hybrid replicas back: routes OUT, their sessions cleared, late requests re-routed, paused, drained,
-    asleep, confirmed free. OK only when every one of them is. Nothing lent: OK, nothing done.
+    asleep, confirmed free. OK only when every one of them is. All free already: OK, nothing done. An open weight update of
+    theirs is abandoned.
     """
 
     BeginWeightUpdate: _EngineControllerBeginWeightUpdateType
     """BeginWeightUpdate opens a weight transaction over a set of replicas and prepares them. Errors: FAILED_PRECONDITION /
-    UPDATE_OPEN, VERSION_OLDER (below a replica's, unless allow_older; equal is allowed).
+    UPDATE_OPEN, VERSION_OLDER (below a replica's, unless allow_older; equal is allowed), REPLICA_SERVING (kind ASLEEP for
+    one that serves), NO_REPLICA (none selected).
     """
 
     UpdateWeights: _EngineControllerUpdateWeightsType
     """UpdateWeights moves weights through the controller: header, chunks of about 1 MiB, end. Trainers that move weights by
     their own means (NCCL, RDMA, files) skip it. Replicas are half-updated from the first byte to the commit. It may be
-    called several times per wave, for example per bucket; after an error or a lost answer the whole move is sent again.
+    called several times per wave, for example per bucket; after an error or a lost answer the whole move is sent again. OK
+    as long as one replica took all bytes. A frame out of order: INVALID_ARGUMENT / BAD_FRAME.
     """
 
     CommitWeightUpdate: _EngineControllerCommitWeightUpdateType
     """CommitWeightUpdate takes the trainer's word per replica, resets prefix, multimodal and encoder caches, stamps the
-    version and resumes (not a replica that is being lent). With `staggered` it then opens the next wave. Errors:
-    DATA_LOSS / CHECKSUM_MISMATCH per replica.
+    version and resumes (not a replica that is being lent). With `staggered` it then opens the next wave. Replicas that
+    failed stay in the wave: send to them and commit again, or abort. Errors per replica: DATA_LOSS / CHECKSUM_MISMATCH,
+    ABORTED / NOT_ACKNOWLEDGED, ABORTED / WEIGHTS_INCOMPLETE (the engine knows that it has none).
     """
 
     AbortWeightUpdate: _EngineControllerAbortWeightUpdateType
@@ -1099,7 +1112,9 @@ class EngineControllerServicer(metaclass=abc.ABCMeta):
         request: turnout.engine.v1.engine_pb2.WatchReplicasRequest,
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[turnout.engine.v1.engine_pb2.WatchReplicasResponse], collections.abc.AsyncIterator[turnout.engine.v1.engine_pb2.WatchReplicasResponse]]:
-        """WatchReplicas streams the replicas: all at once, then those that changed, coalesced."""
+        """WatchReplicas streams the replicas: all at once, then those that changed, coalesced. Counts of requests alone are no
+        change.
+        """
 
     @abc.abstractmethod
     def Sleep(
@@ -1164,7 +1179,9 @@ class EngineControllerServicer(metaclass=abc.ABCMeta):
         request: turnout.engine.v1.engine_pb2.ResetCachesRequest,
         context: _ServicerContext,
     ) -> typing.Union[turnout.engine.v1.engine_pb2.ResetCachesResponse, collections.abc.Awaitable[turnout.engine.v1.engine_pb2.ResetCachesResponse]]:
-        """ResetCaches empties caches. An engine that answers "false" (blocks in use) is FAILED_PRECONDITION / CACHE_BUSY."""
+        """ResetCaches empties caches. An engine that answers "false" (blocks in use) is FAILED_PRECONDITION / CACHE_BUSY. Without
+        request_id a repeat resets all selected replicas again, since a cache fills again at once.
+        """
 
     @abc.abstractmethod
     def Abort(
@@ -1192,7 +1209,8 @@ class EngineControllerServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[turnout.engine.v1.engine_pb2.BeginLendResponse, collections.abc.Awaitable[turnout.engine.v1.engine_pb2.BeginLendResponse]]:
         """BeginLend prepares hybrid replicas to generate: routes HELD, all sticky sessions cleared, weights tag awake.
         Idempotent by lend_id. Another lend open: FAILED_PRECONDITION / LEND_OPEN. During a reclaim: ABORTED /
-        RECLAIM_UNDER_WAY. A hybrid replica that registers while a lend is open joins it.
+        RECLAIM_UNDER_WAY. No replica: FAILED_PRECONDITION / NO_REPLICA; not a hybrid one: INVALID_ARGUMENT / NOT_HYBRID. A
+        hybrid replica that registers while a lend is open joins it.
         """
 
     @abc.abstractmethod
@@ -1203,7 +1221,8 @@ class EngineControllerServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[turnout.engine.v1.engine_pb2.FinishLendResponse, collections.abc.Awaitable[turnout.engine.v1.engine_pb2.FinishLendResponse]]:
         """FinishLend lets them serve: KV awake, caches reset, version checked, resumed, routes SERVING. Requests parked on
         replicas that failed are placed elsewhere. OK when all of them serve; otherwise PARTIAL: those that can, serve, and the
-        routes of the others are OUT. Reasons per replica: VERSION_MISMATCH, NOT_VACATED.
+        routes of the others are OUT. Reasons per replica: VERSION_MISMATCH, NOT_VACATED, UPDATE_OPEN, WEIGHTS_DISCARDED,
+        WEIGHTS_HALF_UPDATED, and those of engines.
         """
 
     @abc.abstractmethod
@@ -1221,7 +1240,8 @@ class EngineControllerServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[turnout.engine.v1.engine_pb2.ReclaimResponse, collections.abc.Awaitable[turnout.engine.v1.engine_pb2.ReclaimResponse]]:
         """Reclaim takes hybrid replicas back: routes OUT, their sessions cleared, late requests re-routed, paused, drained,
-        asleep, confirmed free. OK only when every one of them is. Nothing lent: OK, nothing done.
+        asleep, confirmed free. OK only when every one of them is. All free already: OK, nothing done. An open weight update of
+        theirs is abandoned.
         """
 
     @abc.abstractmethod
@@ -1231,7 +1251,8 @@ class EngineControllerServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[turnout.engine.v1.engine_pb2.BeginWeightUpdateResponse, collections.abc.Awaitable[turnout.engine.v1.engine_pb2.BeginWeightUpdateResponse]]:
         """BeginWeightUpdate opens a weight transaction over a set of replicas and prepares them. Errors: FAILED_PRECONDITION /
-        UPDATE_OPEN, VERSION_OLDER (below a replica's, unless allow_older; equal is allowed).
+        UPDATE_OPEN, VERSION_OLDER (below a replica's, unless allow_older; equal is allowed), REPLICA_SERVING (kind ASLEEP for
+        one that serves), NO_REPLICA (none selected).
         """
 
     @abc.abstractmethod
@@ -1242,7 +1263,8 @@ class EngineControllerServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[turnout.engine.v1.engine_pb2.UpdateWeightsResponse, collections.abc.Awaitable[turnout.engine.v1.engine_pb2.UpdateWeightsResponse]]:
         """UpdateWeights moves weights through the controller: header, chunks of about 1 MiB, end. Trainers that move weights by
         their own means (NCCL, RDMA, files) skip it. Replicas are half-updated from the first byte to the commit. It may be
-        called several times per wave, for example per bucket; after an error or a lost answer the whole move is sent again.
+        called several times per wave, for example per bucket; after an error or a lost answer the whole move is sent again. OK
+        as long as one replica took all bytes. A frame out of order: INVALID_ARGUMENT / BAD_FRAME.
         """
 
     @abc.abstractmethod
@@ -1252,8 +1274,9 @@ class EngineControllerServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[turnout.engine.v1.engine_pb2.CommitWeightUpdateResponse, collections.abc.Awaitable[turnout.engine.v1.engine_pb2.CommitWeightUpdateResponse]]:
         """CommitWeightUpdate takes the trainer's word per replica, resets prefix, multimodal and encoder caches, stamps the
-        version and resumes (not a replica that is being lent). With `staggered` it then opens the next wave. Errors:
-        DATA_LOSS / CHECKSUM_MISMATCH per replica.
+        version and resumes (not a replica that is being lent). With `staggered` it then opens the next wave. Replicas that
+        failed stay in the wave: send to them and commit again, or abort. Errors per replica: DATA_LOSS / CHECKSUM_MISMATCH,
+        ABORTED / NOT_ACKNOWLEDGED, ABORTED / WEIGHTS_INCOMPLETE (the engine knows that it has none).
         """
 
     @abc.abstractmethod

@@ -249,7 +249,9 @@ class Lend(google.protobuf.message.Message):
     update_standalone: builtins.bool
     """Whether standalone replicas are to be updated first."""
     allow_older: builtins.bool
-    """Pass it to BeginWeightUpdate: engines may hold a newer version after a roll-back."""
+    """Pass it to BeginWeightUpdate: engines may hold a newer version after a roll-back. True for every lend of a trainer
+    that resumed, since its first update may have missed some.
+    """
     @property
     def replica_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Replicas that wait for weights. Empty for INIT: all hybrids registered before CompleteLend."""
@@ -533,7 +535,7 @@ class OpenRunResponse(google.protobuf.message.Message):
     next_step: builtins.int
     """Step that comes next."""
     allow_older: builtins.bool
-    """Pass it to BeginWeightUpdate of standalone replicas when `lend` is unset."""
+    """Pass it to every BeginWeightUpdate of standalone replicas that belongs to no lend."""
     time_scale: builtins.float
     """Wall seconds per domain second; 1 outside tests and demos."""
     cursor: builtins.int
@@ -1592,7 +1594,8 @@ class WatchRunRequest(google.protobuf.message.Message):
     """The run."""
     from_sequence: builtins.int
     """First sequence number wanted; 0 or 1: from the start. Unset: only what happens from now on. Older than what is kept:
-    OUT_OF_RANGE / EVENTS_TRIMMED with the first kept number in the metadata.
+    OUT_OF_RANGE / EVENTS_TRIMMED with the first kept number in the metadata; above the next one (the service has lost
+    the run meanwhile): OUT_OF_RANGE / EVENTS_AHEAD.
     """
     no_follow: builtins.bool
     """True: the stream ends after the last present event instead of following."""

@@ -1,0 +1,120 @@
+"""Bringing weights to the engines when the scheduler lends, or when it does not.
+
+Invariants: a lend that began is completed or abandoned, whatever the weight callback does; engines that fail during a
+lend cost speed and not the training, but only once the trainer is sure to have its GPUs; the time of each standalone
+update is told to the scheduler once, in domain seconds.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Final
+
+from turnout.client import (
+    Aborted,
+    AsyncSchedulerClient,
+    DataLoss,
+    DeadlineExceeded,
+    PartialFailure,
+    TurnoutError,
+    Unavailable,
+    duration,
+)
+from turnout.engine.v1 import engine_pb2
+from turnout.scheduler.v1 import events_pb2, scheduler_pb2
+from turnout.trainer._setup import TrainerSetup
+from turnout.trainer._weights import UpdateWeights, WeightUpdates
+
+_log = logging.getLogger("turnout")
+
+_COSTS_ONLY_SPEED: Final = (Aborted, DataLoss, DeadlineExceeded, PartialFailure, Unavailable)
+"""Engines that do not answer, answer late or break. Anything else is a fault of the trainer's own and is raised."""
+
+
+class Lending:
+    """Fulfils the lends of one run."""
+
+    def __init__(
+        self,
+        setup: TrainerSetup,
+        scheduler: AsyncSchedulerClient,
+        weights: WeightUpdates,
+        *,
+        epoch: int,
+        time_scale: float,
+    ) -> None:
+        self._setup = setup
+        self._scheduler = scheduler
+        self._weights = weights
+        self._epoch = epoch
+        self._time_scale = time_scale
+        self.mode: events_pb2.Mode.ValueType = events_pb2.MODE_UNSPECIFIED
+        """Who has the hybrid GPUs, as the scheduler said last."""
+        self.untold_s: float | None = None
+        """Domain seconds that the last standalone update took, until the scheduler was told."""
+
+    async def update_standalone(
+        self, update: UpdateWeights, version: int, *, allow_older: bool = False
+    ) -> dict[str, float]:
+        """Bring `version` to the standalone replicas, if there are any."""
+        if self._setup.config.standalone_gpus == 0:
+            return {}
+        installed = await self._weights.install(
+            update, role=engine_pb2.REPLICA_ROLE_STANDALONE, version=version, allow_older=allow_older
+        )
+        self.untold_s = installed.seconds / self._time_scale
+        return {"timing_s/update_weights": self.untold_s}
+
+    async def fulfil(self, lend: scheduler_pb2.Lend, update: UpdateWeights) -> dict[str, float]:
+        """Bring weights to the replicas of a lend and complete it. Raises what the callback raises."""
+        metrics: dict[str, float] = {}
+        try:
+            if lend.update_standalone:
+                metrics |= await self.update_standalone(update, lend.weight_version, allow_older=lend.allow_older)
+        except BaseException as error:
+            await self._abandon(lend, error)
+            raise
+        try:
+            response = await self._complete(lend, update)
+        except BaseException as error:
+            abandoned = await self._abandon(lend, error)
+            if not (abandoned and isinstance(error, _COSTS_ONLY_SPEED)):
+                raise
+            _log.warning("lend %s was abandoned: %s", lend.lend_id, error)
+            return {**metrics, "turnout/lend_abandoned": 1.0}
+        self.untold_s = None
+        self.mode = response.mode
+        if response.failed_replica_ids:
+            _log.warning("lent without %s", ", ".join(response.failed_replica_ids))
+        return {**metrics, **response.metrics}
+
+    async def _complete(self, lend: scheduler_pb2.Lend, update: UpdateWeights) -> scheduler_pb2.CompleteLendResponse:
+        installed = await self._weights.install(
+            update,
+            role=engine_pb2.REPLICA_ROLE_HYBRID,
+            replica_ids=lend.replica_ids,
+            version=lend.weight_version,
+            allow_older=lend.allow_older,
+        )
+        request = scheduler_pb2.CompleteLendRequest(
+            run_id=self._setup.run_id,
+            epoch=self._epoch,
+            lend_id=lend.lend_id,
+            hybrid_update=duration(installed.seconds / self._time_scale),
+        )
+        if self.untold_s is not None:
+            request.standalone_update.CopyFrom(duration(self.untold_s))
+        return await self._scheduler.calls.CompleteLend(request)
+
+    async def _abandon(self, lend: scheduler_pb2.Lend, error: BaseException) -> bool:
+        reason = f"{type(error).__name__}: {error}"[:1000].encode("utf-8", "replace").decode()
+        request = scheduler_pb2.AbandonLendRequest(
+            run_id=self._setup.run_id, epoch=self._epoch, lend_id=lend.lend_id, reason=reason
+        )
+        try:
+            self.mode = (await self._scheduler.calls.AbandonLend(request)).mode
+        except TurnoutError as failure:
+            # The first error is the one the trainer has to see.
+            _log.warning("lend %s was not abandoned: %s", lend.lend_id, failure)
+            return False
+        return True

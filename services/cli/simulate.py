@@ -1,0 +1,136 @@
+"""`turnout simulate`: what lending would gain, with which policy, before anyone moves a GPU.
+
+Invariants: stdout carries the table, or with --json one JSON object a line and nothing else; progress goes to stderr,
+and only to a terminal; runs of different policies with one seed are paired.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from services.cli.examples import with_examples
+from services.cli.failures import CommandFailed
+from services.scheduler.policies import UnknownPolicyError, create
+from services.simulator import Result, Workload, WorkloadError, load, names, simulate
+from services.simulator.oracle import oracle
+from services.views.simulation import savings, simulation_picture, simulation_table
+
+ORACLE: Final = "oracle"
+_ALL: Final = "all"
+
+
+@click.command(
+    help=with_examples(
+        "Simulate training runs with the real switch policies. A workload is a name, a YAML file, or 'all'; without "
+        "one, the published setting is simulated. The table compares every policy with not switching.",
+        "turnout simulate",
+        "turnout simulate --workload all --policy verl,jit --seeds 5",
+        "turnout simulate --workload mine.yaml --policy jit --oracle --picture gain.png",
+        "turnout simulate --workload all --json > results.jsonl",
+    )
+)
+@click.option("--workload", default="calibrated", show_default=True, metavar="NAME|FILE|all", help="What to simulate.")
+@click.option("--policy", default="off,verl,jit", show_default=True, metavar="NAME[,NAME]", help="Policies to compare.")
+@click.option("--seed", type=click.IntRange(0, 65_535), default=0, show_default=True, help="First seed.")
+@click.option("--seeds", type=click.IntRange(1, 1000), default=1, show_default=True, help="How many seeds.")
+@click.option("--steps", type=click.IntRange(2, 100_000), help="Steps of every run, instead of the workload's own.")
+@click.option("--oracle", "with_oracle", is_flag=True, help="Also search for the best schedule with full knowledge.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object a line, nothing else.")
+@click.option("--picture", type=click.Path(dir_okay=False, path_type=Path), help="Draw the gains as a PNG file.")
+@click.option("--list", "show_names", is_flag=True, help="List the built-in workloads and stop.")
+def simulate_command(
+    workload: str,
+    policy: str,
+    seed: int,
+    seeds: int,
+    steps: int | None,
+    with_oracle: bool,
+    as_json: bool,
+    picture: Path | None,
+    show_names: bool,
+) -> None:
+    """Simulate, print, draw."""
+    if show_names:
+        for name in names():
+            click.echo(f"{name:22} {load(name).description}")
+        return
+    workloads = [_shortened(each, steps) for each in _load(workload)]
+    policies = _policies(policy, workloads[0])
+    if with_oracle:
+        policies.append(ORACLE)
+    asked = tuple(policies)
+    if not as_json and "off" not in policies:
+        policies.insert(0, "off")
+    results: list[Result] = []
+    total = sum(each.steps for each in workloads) * len(policies) * seeds
+    with _progress(total) as advance:
+        for each in workloads:
+            for number in range(seed, seed + seeds):
+                for name in policies:
+                    result = _run(each, name, number, advance)
+                    results.append(result)
+                    if as_json:
+                        click.echo(json.dumps(result.as_row()))
+    if not as_json:
+        Console().print(simulation_table(results))
+    if picture is not None:
+        try:
+            simulation_picture(savings(results, asked), picture)
+        except OSError as error:
+            raise CommandFailed(f"the picture cannot be written: {error}") from error
+        if not as_json:
+            click.echo(f"Picture: {picture}")
+
+
+def _load(workload: str) -> list[Workload]:
+    try:
+        return [load(name) for name in (names() if workload == _ALL else (workload,))]
+    except WorkloadError as error:
+        raise click.UsageError(str(error)) from error
+
+
+def _shortened(workload: Workload, steps: int | None) -> Workload:
+    return workload if steps is None else workload.model_copy(update={"steps": steps})
+
+
+def _policies(text: str, workload: Workload) -> list[str]:
+    asked = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    for name in asked:
+        try:
+            create(name, workload.policy_config())
+        except UnknownPolicyError as error:
+            raise click.UsageError(f"--policy: {error}") from error
+    if not asked:
+        raise click.UsageError("--policy names no policy")
+    return asked
+
+
+def _run(workload: Workload, name: str, seed: int, advance: Callable[[int], None]) -> Result:
+    done = 0
+
+    def progress(step: int) -> None:
+        nonlocal done
+        advance(step - done)
+        done = step
+
+    if name == ORACLE:
+        return oracle(workload, seed, progress=progress)
+    return simulate(workload, name, seed, progress=progress)
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[int], None]]:
+    """A bar over all steps of all runs, on stderr."""
+    console = Console(stderr=True)
+    columns = (TextColumn("simulating"), BarColumn(), TextColumn("{task.percentage:3.0f} %"), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda steps: bar.advance(task, steps)
