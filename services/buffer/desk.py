@@ -198,7 +198,7 @@ class Desk:
             next(iter(parking.claims.values())).wake.set()
         for watch in parking.depth_watches:
             watch.wake.set()
-        if parking.waits and parking.progress_timer is None:
+        if parking.waits and parking.progress_timer is None and partition.index.counts != parking.told:
             loop = asyncio.get_running_loop()
             parking.progress_timer = loop.call_later(PROGRESS_GATHER_S, self._tell_progress, parking)
 
@@ -230,6 +230,7 @@ class Desk:
     @staticmethod
     def _tell_progress(parking: PartitionParking) -> None:
         parking.progress_timer = None
+        parking.told = parking.partition.index.snapshot()
         for parked in parking.waits.values():
             parked.progress_due = True
             parked.wake.set()
