@@ -278,3 +278,40 @@ async def test_compaction_goes_on_under_load(tmp_path: Path, monkeypatch: pytest
     async with running_buffer(data_dir=tmp_path) as buffer:
         assert knowledge(buffer.desk.memory) == before
         assert (await buffer.caller().ledger()).committed == 2400
+
+
+async def test_a_repeated_restore_discards_nothing_also_after_a_restart(tmp_path: Path) -> None:
+    """The answer to a restore may be lost; its repeat must not roll back what was admitted since."""
+    async with running_buffer(data_dir=tmp_path) as buffer:
+        caller = buffer.caller()
+        await caller.create()
+        await caller.finish_new("a")
+        await caller.checkpoint("s", step=3)
+        await caller.add("gone", request_id="add")
+        first = await caller.restore("s", request_id="restore")
+        await caller.add("later")
+        assert await caller.restore("s", request_id="restore") == first
+        assert [group.group_id for group in await caller.groups()] == ["a", "later"]
+        before = knowledge(buffer.desk.memory)
+    async with running_buffer(data_dir=tmp_path) as buffer:
+        assert knowledge(buffer.desk.memory) == before
+        caller = buffer.caller()
+        assert await caller.restore("s", request_id="restore") == first
+        assert [group.group_id for group in await caller.groups()] == ["a", "later"]
+        assert (await caller.add("gone", request_id="add")).added == 1, "a restore forgets the answers before it"
+
+
+async def test_parked_calls_end_so_that_they_are_repeated_on_what_was_restored(tmp_path: Path) -> None:
+    """A worker parked on the old content would never hear of the new."""
+    async with running_buffer(data_dir=tmp_path) as buffer:
+        caller = buffer.caller()
+        await caller.create()
+        await caller.checkpoint("s")
+        parked = [
+            asyncio.create_task(refused_stream(caller.wait_call(3, max_wait=None))),
+            asyncio.create_task(refused(caller.claim(max_wait=60))),
+        ]
+        await buffer.until_parked(2)
+        await caller.restore("s")
+        assert {(await call).reason for call in parked} == {"RUN_RESTORED"}
+        assert {(await call).code for call in parked} == {Code.UNAVAILABLE}

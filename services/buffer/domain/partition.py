@@ -143,6 +143,12 @@ class Partition:
         for payload in group.payloads():
             self.state.payloads.adopt(payload)
 
+    def let_go(self) -> list[Group]:
+        """Forget the groups, since the run is no longer used; returns them for the caller to free in its time."""
+        groups = list(self.groups.values())
+        self.groups, self.arrivals, self.index = {}, Arrivals(), GroupIndex(training=self.training)
+        return groups
+
     # --------------------------------------------------------------------------------------------------------- leaving
 
     def end_claims(self, group: Group) -> None:

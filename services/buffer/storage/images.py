@@ -16,11 +16,13 @@ from services.buffer.domain.partition import Partition
 from services.buffer.domain.refill import RefillClaim
 from services.buffer.domain.trajectory import Trajectory, TrajectoryState
 from services.buffer.wire.outputs import output_to, outputs_from, payload_to, ref_from, tags_from
-from services.buffer.wire.scalars import int64
+from services.buffer.wire.scalars import int64, members
 from services.buffer.wire.waits import reasons_to
 from turnout.buffer.storage.v1 import storage_pb2 as st
 from turnout.buffer.v1 import buffer_pb2 as pb
 
+_TRAJECTORY_STATES = members(TrajectoryState)
+_EVENT_KINDS = members(GroupEventKind)
 _SHOWN = (GroupState.PENDING, GroupState.RUNNING, GroupState.FINISHED, GroupState.FAILED, GroupState.SAMPLED)
 
 
@@ -94,7 +96,7 @@ def read_group(image: st.GroupImage) -> Group:
 
 def _read_trajectory(image: st.TrajectoryImage) -> Trajectory:
     return Trajectory(
-        TrajectoryState(image.state),
+        _TRAJECTORY_STATES[image.state],
         image.attempt,
         image.failures,
         image.claim_id,
@@ -202,8 +204,8 @@ def read_event(message: pb.GroupEvent) -> GroupEvent:
     """A kept event."""
     return GroupEvent(
         message.sequence,
-        message.time.ToNanoseconds() / 1e9,
-        GroupEventKind(message.kind),
+        message.time.seconds + message.time.nanos / 1e9,
+        _EVENT_KINDS[message.kind],
         message.partition,
         message.group_id,
         message.born_step,
@@ -211,6 +213,6 @@ def read_event(message: pb.GroupEvent) -> GroupEvent:
         message.index if message.HasField("index") else None,
         tuple(message.lengths),
         message.replica_id,
-        tuple(EvictionReason(reason) for reason in message.reasons),
+        tuple([EvictionReason(reason) for reason in message.reasons]) if message.reasons else (),
         message.attempt,
     )

@@ -6,16 +6,15 @@ process exits. A snapshot is taken while calls are served, in slices so short th
 """
 
 import asyncio
-import gc
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 from services.buffer.desk import Desk
 from services.buffer.segments import SegmentOptions, SegmentStore
 from services.buffer.storage.checkpoints import Checkpoints
+from services.buffer.storage.collector import no_collections
 from services.buffer.storage.imaging import RunImaging, answers_part
 from services.buffer.storage.loading import load
 from services.buffer.storage.pauses import Pauses
@@ -73,14 +72,11 @@ class Keeper:
             self._dir / "payloads", self._segment_options, settled=self._desk.durable, on_fatal=self._fatal
         )
         self._desk.store = self._store
-        with _no_collections():
+        with no_collections():
             memory = await load(journal, self._store)
         lost = self._store.retain(payload_id for run in memory.runs for payload_id in run.state.payloads.ids())
         for payload_id in lost:
             self._log.error("the bytes of a payload are lost", payload_id=payload_id)
-        # What was loaded is looked at by no later collection: it is mostly there to stay, and going through it takes
-        # longer than a call may.
-        gc.freeze()
         self._desk.begin(memory, journal)
         await self._desk.durable()
         seconds = round(time.perf_counter() - begun, 3)
@@ -184,15 +180,3 @@ class Keeper:
             await self._journal.close()
         if self._store is not None:
             await self._store.close()
-
-
-@contextmanager
-def _no_collections() -> Iterator[None]:
-    """Loading makes nothing but what stays, which collections would only go through again and again."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

@@ -16,9 +16,11 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from services.buffer.desk import Desk
 from services.buffer.domain.config import RunConfig
 from services.buffer.domain.depth import Counts
+from services.buffer.domain.group import Group
 from services.buffer.domain.run import Run
 from services.buffer.storage.checkpoint_file import damaged
 from services.buffer.storage.checkpoints import Checkpoints
+from services.buffer.storage.collector import no_collections
 from services.buffer.storage.imaging import RunImaging
 from services.buffer.storage.pauses import Pauses
 from services.buffer.storage.payload_parts import payload_parts
@@ -116,15 +118,26 @@ async def restore(
         end = await checkpoints.require(run.run_id, checkpoint_id)
         payloads = _Payloads(desk)
         try:
-            answer = await _restore(desk, checkpoints, run, end, payloads, record)
+            with no_collections():
+                answer = await _restore(desk, checkpoints, run, end, payloads, record)
         except BaseException:
             payloads.drop()
             raise
-        old = run.state.payloads
-        pauses = Pauses()
-        while old.clear(_PER_LOOK):
-            await pauses.breathe()
+        await _let_go(run)
         return answer
+
+
+async def _let_go(run: Run) -> None:
+    """Forget a run that was replaced, little by little: to free all its groups at once would take long."""
+    pauses = Pauses()
+    while run.state.payloads.clear(_PER_LOOK):
+        await pauses.breathe()
+    groups: list[Group] = []
+    for partition in run.partitions.values():
+        groups += partition.let_go()
+    while groups:
+        del groups[-_PER_LOOK:]
+        await pauses.breathe()
 
 
 async def _restore(
