@@ -315,3 +315,12 @@ async def test_parked_calls_end_so_that_they_are_repeated_on_what_was_restored(t
         await caller.restore("s")
         assert {(await call).reason for call in parked} == {"RUN_RESTORED"}
         assert {(await call).code for call in parked} == {Code.UNAVAILABLE}
+
+
+async def test_a_buffer_without_data_directory_offers_no_checkpoints() -> None:
+    """A save that would end with the process is none, and the scheduler must be able to say so."""
+    async with running_buffer() as buffer:
+        caller = buffer.caller()
+        await caller.create()
+        for call in (caller.checkpoint("s"), caller.restore("s"), caller.checkpoints(), caller.verify("s")):
+            assert (await refused(call)).code is Code.UNIMPLEMENTED

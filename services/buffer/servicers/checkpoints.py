@@ -29,8 +29,8 @@ class CheckpointCalls(BufferCalls):
         checkpoint_id = request.checkpoint_id or f"{request.step}-{secrets.token_hex(8)}"
         require_id("checkpoint_id", checkpoint_id)
         self.desk.check_space()
-        self.desk.contact(run)
         end = await save(self.desk, kept, run, request.step, checkpoint_id)
+        self.desk.contact(run)
         return pb.CheckpointResponse(checkpoint=end.info, sampled_uncommitted=end.sampled_uncommitted)
 
     async def Restore(self, request: pb.RestoreRequest, context: Context) -> pb.RestoreResponse:
@@ -40,7 +40,6 @@ class CheckpointCalls(BufferCalls):
         run.check_epoch(optional_epoch(request))
         checkpoint_id = require_id("checkpoint_id", request.checkpoint_id)
         self.desk.check_space()
-        self.desk.contact(run)
         content = b""
         if request.request_id:
             require_id("request_id", request.request_id)
