@@ -36,6 +36,13 @@ _BATCH_PARTS: Final = 500
 _JOIN_BYTES: Final = 16 << 10
 """Data up to this size is copied together with its neighbours, since a buffer more in a system call costs more."""
 
+_GATHER_S: Final = 0.02
+"""For how long patient parts are gathered while nobody waits for them: each write costs two changes of thread, and the
+journal has their bytes already."""
+
+_GATHER_BYTES: Final = MIB
+"""Bytes in flight at which gathering ends early."""
+
 _SYNC_AHEAD_BYTES: Final = 8 * MIB
 """Unsynced bytes at which a sync begins though nobody waits: the disk works while more arrives."""
 
@@ -75,6 +82,7 @@ class Writer:
         self._unsynced: list[Segment] = []
         self._sync_wanted = asyncio.Event()
         self._wake = asyncio.Event()
+        self._hurry = asyncio.Event()
         self._kick = asyncio.Event()
         self._moved: asyncio.Future[None] = self._loop.create_future()
         self._new_names = False
@@ -115,6 +123,8 @@ class Writer:
         self._added += 1
         self.in_flight += part.header.size
         self._wake.set()
+        if not part.patient or self.in_flight >= _GATHER_BYTES:
+            self._hurry.set()
 
     def check(self) -> None:
         """Raise what bytes are refused with, if they are."""
@@ -134,6 +144,7 @@ class Writer:
         """Wait until all that was handed in so far is in its file. Raises what bytes are refused with."""
         mark = self._added
         while self._settled < mark:
+            self._hurry.set()
             self.check()
             await self._progress()
         self.check()
@@ -191,6 +202,8 @@ class Writer:
             if self._retire and self.current is not None and not self.current.live:
                 self._close_current()
             self._retire = False
+            if self._queue:
+                await self._gather()
             batch = self._take()
             if not batch:
                 if self.failure is None:
@@ -211,6 +224,14 @@ class Writer:
                     await self._look_for_space()
             finally:
                 self._busy = False
+
+    async def _gather(self) -> None:
+        """Let more parts come, unless somebody waits or a whole batch is there."""
+        if self.in_flight < _GATHER_BYTES and not self._hurry.is_set():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_GATHER_S):
+                    await self._hurry.wait()
+        self._hurry.clear()
 
     def _newest(self) -> Segment:
         if self.current is None:
