@@ -43,6 +43,9 @@ class Desk:
         self.incarnation = secrets.token_hex(8)
         self.journal: Journal | None = None
         self.compaction_due = asyncio.Event()
+        # Held from the first record of a restore to its last, and where a snapshot begins: one that began in between
+        # would take the place of the records of half a restore.
+        self.restoring = asyncio.Lock()
         self.store = store
         self._parking: dict[str, RunParking] = {}
         self._id_prefix = self.incarnation[:8]

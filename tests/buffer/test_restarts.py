@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import sqlite3
+from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.buffer.service import BufferService
+from services.buffer.storage.checkpoints import Checkpoints
 from services.buffer.storage.keeper import Keeper
 from services.runtime.clock import ManualClock
 from services.runtime.errors import Code
@@ -31,6 +33,7 @@ from tests.buffer.helpers import (
     running_buffer,
     seconds,
 )
+from turnout.buffer.storage.v1.storage_pb2 import Part
 from turnout.buffer.v1 import buffer_pb2 as pb
 
 
@@ -324,3 +327,45 @@ async def test_a_buffer_without_data_directory_offers_no_checkpoints() -> None:
         await caller.create()
         for call in (caller.checkpoint("s"), caller.restore("s"), caller.checkpoints(), caller.verify("s")):
             assert (await refused(call)).code is Code.UNIMPLEMENTED
+
+
+async def test_a_snapshot_never_begins_within_a_restore(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would take the place of the first half of the restore's records, and no start could apply the second."""
+    parts = Checkpoints.parts
+    snapshots: list[asyncio.Task[None]] = []
+
+    async def with_snapshot(self: Checkpoints, run_id: str, checkpoint_id: str) -> AsyncIterator[Part]:
+        async for part in parts(self, run_id, checkpoint_id):
+            yield part
+            if not snapshots:
+                snapshots.append(asyncio.create_task(keeper_of(buffer).snapshot()))
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr(Checkpoints, "parts", with_snapshot)
+    async with running_buffer(data_dir=tmp_path) as buffer:
+        caller = buffer.caller()
+        await caller.create()
+        await caller.finish_new(*(f"g{number}" for number in range(1000)))
+        await caller.checkpoint("s")
+        await caller.restore("s")
+        await snapshots[0]
+        before = knowledge(buffer.desk.memory)
+    async with running_buffer(data_dir=tmp_path) as buffer:
+        assert knowledge(buffer.desk.memory) == before
+        assert (await buffer.caller().depth()).sampleable == 1000
+
+
+async def test_a_snapshot_that_fails_lets_go_of_the_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An image that nobody writes would copy every group that changes, for ever."""
+    async with running_buffer(data_dir=tmp_path) as buffer:
+        caller = buffer.caller()
+        await caller.create()
+        await caller.finish_new("a")
+
+        async def refusing(self: SqliteJournal, position: int, chunks: object) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(SqliteJournal, "snapshot", refusing)
+        with pytest.raises(OSError, match="No space"):
+            await keeper_of(buffer).snapshot()
+        assert not buffer.desk.runs.require("run").state.watchers

@@ -19,6 +19,7 @@ from services.buffer.storage.imaging import RunImaging, answers_part
 from services.buffer.storage.loading import load
 from services.buffer.storage.pauses import Pauses
 from services.runtime.errors import Code, TurnoutError, unavailable
+from services.runtime.idempotency import Answer
 from services.runtime.journal import Durability, Journal, JournalOptions, JournalState, open_journal
 from services.runtime.logs import get_logger
 from services.runtime.tasks import Tick
@@ -142,37 +143,36 @@ class Keeper:
         assert journal is not None
         if journal.position == journal.snapshot_position:
             return
-        await journal.snapshot(journal.position, self._chunks())
+        async with self._desk.restoring:
+            # All of this in one turn: the image is that of this position.
+            position, memory = journal.position, self._desk.memory
+            begin = st.Part(begin=st.Begin(now=self._desk.clock.now(), created=memory.created))
+            orphans = [(call, answers.kept("")) for call, answers in memory.answers.items()]
+            imagings = [
+                RunImaging(run, {call: answers.kept(run.run_id) for call, answers in memory.answers.items()})
+                for run in memory.runs
+            ]
+        try:
+            await journal.snapshot(position, self._chunks(begin, imagings, orphans))
+        finally:
+            for imaging in imagings:
+                imaging.close()
 
-    def _chunks(self) -> AsyncIterator[bytes]:
-        """The image of all runs as they are at this call."""
-        desk = self._desk
-        memory = desk.memory
-        begin = st.Part(begin=st.Begin(now=desk.clock.now(), created=memory.created))
-        imagings = [
-            RunImaging(run, {call: answers.kept(run.run_id) for call, answers in memory.answers.items()})
-            for run in memory.runs
-        ]
-        orphans = [(call, answers.kept("")) for call, answers in memory.answers.items()]
-
-        async def chunks() -> AsyncIterator[bytes]:
-            pauses = Pauses()
-            try:
-                yield begin.SerializeToString()
-                for imaging in imagings:
-                    for payloads, part in imaging.parts():
-                        imaging.release(payloads)
-                        yield part.SerializeToString()
-                        await pauses.breathe()
-                for call, kept in orphans:
-                    yield answers_part("", call, kept).SerializeToString()
-                # The records that brought the bytes are given up for this snapshot.
-                await desk.store.flush()
-            finally:
-                for imaging in imagings:
-                    imaging.close()
-
-        return chunks()
+    async def _chunks(
+        self, begin: st.Part, imagings: list[RunImaging], orphans: list[tuple[str, list[tuple[str, Answer]]]]
+    ) -> AsyncIterator[bytes]:
+        """The parts of a snapshot; `orphans` are answers that outlive their run."""
+        pauses = Pauses()
+        yield begin.SerializeToString()
+        for imaging in imagings:
+            for payloads, part in imaging.parts():
+                imaging.release(payloads)
+                yield part.SerializeToString()
+                await pauses.breathe()
+        for call, kept in orphans:
+            yield answers_part("", call, kept).SerializeToString()
+        # The records that brought the bytes are given up for this snapshot.
+        await self._desk.store.flush()
 
     async def close(self) -> None:
         """Make everything durable and let go of the files."""

@@ -119,7 +119,8 @@ async def restore(
         payloads = _Payloads(desk)
         try:
             with no_collections():
-                answer = await _restore(desk, checkpoints, run, end, payloads, record)
+                async with desk.restoring:
+                    answer = await _restore(desk, checkpoints, run, end, payloads, record)
         except BaseException:
             payloads.drop()
             raise
