@@ -38,7 +38,7 @@ class Job:
     policy: str = "verl"
     """Policy of the run; with switching off every policy acts as `off`."""
 
-    time_scale: float = 0.045
+    time_scale: float = 0.055
     """Wall seconds per domain second."""
 
     steps: int = 4

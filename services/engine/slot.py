@@ -25,7 +25,8 @@ from services.engine.domain.calls import (
     Sleep,
     WakeUp,
 )
-from services.engine.domain.replica import EngineState, Replica
+from services.engine.domain.engine_state import EngineState
+from services.engine.domain.replica import Replica
 from services.engine.domain.spec import Health, Route
 from services.runtime.errors import Code, TurnoutError, aborted, deadline_exceeded, internal
 from services.runtime.logs import get_logger

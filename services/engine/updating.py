@@ -8,35 +8,29 @@ come; one slow replica holds up the bytes of the others only once it is `BUFFERE
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Final
-
-import google_crc32c
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from services.engine.changes import Changes
+from services.engine.domain.belief import UpdateKind
 from services.engine.domain.operations import Operation
 from services.engine.domain.rendezvous import Rendezvous
-from services.engine.domain.replica import Replica, UpdateKind
+from services.engine.domain.replica import Replica
 from services.engine.domain.spec import Gpu, Weights
 from services.engine.domain.weights import Update, Updates, require_members, split_waves
 from services.engine.fanout import FanOut, Result, Target, carry_out
+from services.engine.feed import Feed, hand_out
 from services.engine.fleet import Fleet
 from services.engine.slot import Deadline, Slot
 from services.runtime.clock import Clock
 from services.runtime.errors import (
     TurnoutError,
     aborted,
-    data_loss,
     deadline_exceeded,
     failed_precondition,
-    invalid_argument,
     require_non_negative,
 )
 from services.runtime.logs import get_logger
-
-BUFFERED_CHUNKS: Final = 256
-"""Chunks kept for a replica that is slower than the trainer: 256 MiB of the usual ones, which all replicas share."""
 
 _LOG = get_logger("engine")
 
@@ -47,41 +41,6 @@ class Ack:
 
     ok: bool
     checksum: str = ""
-
-
-@dataclass(slots=True)
-class _Feed:
-    """Chunks on their way to one replica; an error or None ends them."""
-
-    queue: asyncio.Queue[bytes | TurnoutError | None] = field(
-        default_factory=lambda: asyncio.Queue(maxsize=BUFFERED_CHUNKS)
-    )
-    closed: asyncio.Event = field(default_factory=asyncio.Event)
-
-    async def put(self, item: bytes | TurnoutError | None) -> None:
-        """Hand on, unless the replica has failed meanwhile."""
-        if not self.queue.full():
-            self.queue.put_nowait(item)
-            return
-        waits = [asyncio.ensure_future(self.queue.put(item)), asyncio.ensure_future(self.closed.wait())]
-        try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for wait in waits:
-                wait.cancel()
-
-    async def chunks(self, first: Callable[[], None], deadline: Deadline) -> AsyncIterator[bytes]:
-        """The chunks as they come; `first` is called before the first one."""
-        begun = False
-        while (item := await self.queue.get()) is not None:
-            if isinstance(item, TurnoutError):
-                raise item
-            if not begun:
-                first()
-                begun = True
-            deadline.restart()
-            yield item
-        deadline.restart()
 
 
 class Updating:
@@ -203,7 +162,7 @@ class Updating:
         require_members(update, replica_ids, "replica_ids")
         wanted = set(replica_ids) & update.wave if replica_ids else update.wave
         slots = [slot for slot in self._fleet.all if slot.replica_id in wanted]
-        feeds = {slot.replica_id: _Feed() for slot in slots}
+        feeds = {slot.replica_id: Feed() for slot in slots}
 
         async def action(slot: Slot, deadline: Deadline) -> Result:
             feed = feeds[slot.replica_id]
@@ -227,7 +186,7 @@ class Updating:
         moving = asyncio.ensure_future(self._fan_out.run("UpdateWeights", Target(slots, timeout), action))
         fault: TurnoutError | None = aborted("WEIGHTS_INCOMPLETE", "the stream ended before its last frame")
         try:
-            fault = await self._hand_out(frames, size, list(feeds.values()))
+            fault = await hand_out(frames, size, list(feeds.values()))
         except TurnoutError as error:
             fault = error
         finally:
@@ -237,22 +196,6 @@ class Updating:
         if fault is not None:
             raise fault
         return operation
-
-    @staticmethod
-    async def _hand_out(frames: AsyncIterator[bytes | int], size: int, feeds: list[_Feed]) -> TurnoutError | None:
-        crc, moved = 0, 0
-        async for frame in frames:
-            if isinstance(frame, int):
-                if moved != size:
-                    return invalid_argument("size", f"{moved} bytes came, {size} were announced", value=size)
-                if frame != crc:
-                    return data_loss("CRC_MISMATCH", "the weights were damaged on their way", value=frame, current=crc)
-                return None
-            moved += len(frame)
-            crc = google_crc32c.extend(crc, frame)
-            for feed in feeds:
-                await feed.put(frame)
-        return aborted("WEIGHTS_INCOMPLETE", "the stream ended before its last frame")
 
     # ------------------------------------------------------------------------------------------------------- commit,
     # abort

@@ -99,7 +99,7 @@ class PolicyDecider:
             if key is None:
                 key = self._key_of(run, request)
             tokens = int(lengths[request] + progress - end)
-            states.append(RequestState(key=key, tokens=max(tokens, 0), replica=name, pool=pool))
+            states.append(RequestState(key=key, tokens=tokens if tokens > 0 else 0, replica=name, pool=pool))
         return states
 
     def _key_of(self, run: SimulatedRun, request: int) -> RequestKey:

@@ -43,7 +43,7 @@ class DemoProgress:
         if self._bar is not None:
             self._task = self._bar.add_task(self._heading, total=self._steps, state="starting processes")
         else:
-            self._console.print(f"{self._heading}: starting processes", markup=False)
+            self._console.print(f"{self._heading}: starting processes", markup=False, soft_wrap=True)
 
     def take(self, event: TimedEvent) -> None:
         """Something happened in the job."""
@@ -71,7 +71,7 @@ class DemoProgress:
             self._bar.update(self._task, completed=event["step"])
         else:
             line = f"{self._heading}: step {event['step']} of {self._steps} after {duration(event.at)} of the job"
-            self._console.print(f"{line}, {self._trained} groups trained", markup=False)
+            self._console.print(f"{line}, {self._trained} groups trained", markup=False, soft_wrap=True)
 
 
 @contextmanager

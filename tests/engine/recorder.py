@@ -11,8 +11,8 @@ from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from services.engine.backends.base import Backend, EngineOutput, EngineProgress, EngineRequest, Shards
+from services.engine.domain.engine_state import EngineState
 from services.engine.domain.operations import Shard
-from services.engine.domain.replica import EngineState
 from services.engine.domain.spec import Cache, PauseMode, ReplicaSpec
 from services.engine.reference.engine import EngineConfig, ReferenceEngine
 from services.runtime.clock import Clock, MonotonicClock
@@ -179,7 +179,7 @@ async def requests_running(
         for i in range(count)
     ]
     try:
-        await until(lambda: in_engines(engine) == before + count)
+        await until(lambda: in_engines(engine) == before + count, timeout=30)
         yield tasks
     finally:
         for task in tasks:

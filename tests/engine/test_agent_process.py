@@ -107,7 +107,7 @@ async def test_h38_a_killed_agent_loses_no_request_and_must_be_updated(how: str)
         await register_at(engine, first, "s0")
         await register_at(engine, second, "s1")
         await update(engine, role("standalone"), 3)
-        async with requests_running(engine, 6, max_tokens=400) as tasks:
+        async with requests_running(engine, 6, max_tokens=3000) as tasks:
             if how == "killed":
                 first.process.kill()
                 assert await first.ended() == -signal.SIGKILL
@@ -115,7 +115,7 @@ async def test_h38_a_killed_agent_loses_no_request_and_must_be_updated(how: str)
                 await partial(engine, fault(engine, "s0", "fault_exit"), "UNAVAILABLE")
                 assert await first.ended() == EXIT_CODE
             outputs = [await task for task in tasks]
-            assert {len(output.tokens) for output in outputs} == {400}
+            assert {len(output.tokens) for output in outputs} == {3000}
             assert {output.segments[-1].replica_id for output in outputs} == {"s1"}
         await health(engine, "s0", pb.REPLICA_HEALTH_DEAD)
         async with agent("s0:standalone", listen=first.target):
@@ -174,7 +174,7 @@ async def test_an_agent_that_stops_in_order_hands_its_requests_over() -> None:
     ):
         await register_at(engine, first, "s0")
         await register_at(engine, second, "s1")
-        async with requests_running(engine, 4, max_tokens=400) as tasks:
+        async with requests_running(engine, 4, max_tokens=3000) as tasks:
             first.process.terminate()
             assert await first.ended() == 0
-            assert {len((await task).tokens) for task in tasks} == {400}
+            assert {len((await task).tokens) for task in tasks} == {3000}

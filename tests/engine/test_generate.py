@@ -183,14 +183,14 @@ async def test_without_any_replica_a_request_is_told_so() -> None:
 async def test_a_crash_loses_no_request() -> None:
     """Its output goes on elsewhere, token for token."""
     async with recorded("s0:standalone", "s1:standalone", scale=0.05, probe_interval=0.2) as (engine, recorders):
-        fields: dict[str, Any] = {"max_tokens": 300, "delta_tokens": 20, "delta_interval": seconds(0)}
+        fields: dict[str, Any] = {"max_tokens": 2000, "delta_tokens": 20, "delta_interval": seconds(0)}
         async with requests_running(engine, 4, sampling=pb.Sampling(seed=3), **fields) as tasks:
             await asyncio.sleep(0.05)
             recorders["s0"].engine._fail_all("killed")
             outputs = [await task for task in tasks]
-        whole = await generate(engine, "whole", (0, 7), sampling=pb.Sampling(seed=3), max_tokens=300)
+        whole = await generate(engine, "whole", (0, 7), sampling=pb.Sampling(seed=3), max_tokens=2000)
         assert outputs[0].tokens == whole.tokens
-        assert {len(output.tokens) for output in outputs} == {300}
+        assert {len(output.tokens) for output in outputs} == {2000}
         assert {output.segments[-1].replica_id for output in outputs} == {"s1"}
 
 
@@ -210,8 +210,8 @@ async def test_a_client_that_goes_away_frees_its_place() -> None:
     """Otherwise engines decode for nobody."""
     async with recorded("s0:standalone", scale=1.0) as (engine, recorders):
         async with requests_running(engine, 3):
-            assert len(recorders["s0"].engine._streams) == 3
-        await until(lambda: not recorders["s0"].engine._streams)
+            assert len(recorders["s0"].engine.batch.streams) == 3
+        await until(lambda: not recorders["s0"].engine.batch.streams)
         assert engine.controller.fleet.placement.load("s0") == 0
         assert in_engines(engine) == 0
 
@@ -322,7 +322,7 @@ async def test_requests_outside_generate_lower_the_covered_share() -> None:
     async with recorded("s0:standalone", scale=1.0) as (engine, recorders), requests_running(engine, 1):
         foreign = recorders["s0"].engine.generate(EngineRequest("foreign", [1], Stretches(), 100, Sampling()))
         reading = asyncio.ensure_future(anext(foreign))
-        await until(lambda: "foreign" in recorders["s0"].engine._streams)
+        await until(lambda: "foreign" in recorders["s0"].engine.batch.streams)
         report = (await engine.stub.GetProgress(pb.GetProgressRequest(run_id=RUN))).report
         assert report.covered_share == 0.5
         reading.cancel()

@@ -57,7 +57,7 @@ async def test_a_lend_serves_and_a_reclaim_frees_every_gpu(behind_agent: bool) -
 async def test_interrupted_output_equals_an_uninterrupted_one(behind_agent: bool) -> None:
     """Moving a request must neither lose nor repeat tokens."""
     own = ["h0:hybrid", "s0:standalone"]
-    async with running(agent=True, replica=own, time_scale=0.01) as agent, running(time_scale=0.01) as engine:
+    async with running(agent=True, replica=own, time_scale=0.02) as agent, running(time_scale=0.02) as engine:
         where = {"backend": "agent", "endpoint": agent.host.target} if behind_agent else {}
         await register(engine, "h0", weights=pb.WEIGHTS_ORIGIN_NONE, **where)
         await register(engine, "s0", "standalone", **where)

@@ -96,14 +96,14 @@ async def test_a_removed_replica_hands_its_requests_on() -> None:
     """With the tokens they have."""
     async with (
         recorded("s0:standalone", scale=0.05) as (engine, _),
-        requests_running(engine, 2, max_tokens=600, sampling=pb.Sampling(seed=1)) as tasks,
+        requests_running(engine, 2, max_tokens=2000, sampling=pb.Sampling(seed=1)) as tasks,
     ):
         await register(engine, "s1", "standalone")
         await engine.stub.Deregister(pb.DeregisterRequest(run_id=RUN, replica_id="s0"))
         outputs = [await task for task in tasks]
         for output in outputs:
             assert [s.replica_id for s in output.segments][-1] == "s1"
-            assert sum(s.tokens for s in output.segments) == len(output.tokens) == 600
+            assert sum(s.tokens for s in output.segments) == len(output.tokens) == 2000
         assert list(await replicas(engine)) == ["s1"]
         await refused(
             engine.stub.Deregister(pb.DeregisterRequest(run_id=RUN, replica_id="s0")),

@@ -107,34 +107,38 @@ async def test_a_wrong_version_does_not_serve() -> None:
 async def test_interrupted_requests_go_on_after_the_update() -> None:
     """An update must not cost a request more than a prefill."""
     async with (
-        recorded("s0:standalone", scale=0.1) as (engine, _),
-        requests_running(engine, 2, max_tokens=300, sampling=pb.Sampling(seed=2)) as tasks,
+        recorded("s0:standalone", scale=0.05) as (engine, _),
+        requests_running(engine, 2, max_tokens=4000, sampling=pb.Sampling(seed=2)) as tasks,
     ):
         committed = await update(engine, role("standalone"), 1)
         assert committed.tokens_recomputed >= 4
         assert committed.blackout.ToMicroseconds() > 0
         outputs = [await task for task in tasks]
-        whole = await generate(engine, "whole", (0, 7), max_tokens=300, sampling=pb.Sampling(seed=2))
+        whole = await generate(engine, "whole", (0, 7), max_tokens=4000, sampling=pb.Sampling(seed=2))
         assert outputs[0].tokens == whole.tokens
         for output in outputs:
             assert [segment.weight_version for segment in output.segments][-1] == 1
-            assert sum(segment.tokens for segment in output.segments) == 300
+            assert sum(segment.tokens for segment in output.segments) == 4000
 
 
 async def test_kept_requests_are_recomputed_under_the_new_weights() -> None:
     """They stay in the engine, and their segments tell which version made what."""
     async with (
-        recorded("s0:standalone", scale=0.1) as (engine, recorders),
-        requests_running(engine, 2, max_tokens=400) as tasks,
+        recorded("s0:standalone", scale=1.0) as (engine, recorders),
+        requests_running(engine, 2) as tasks,
     ):
-        streams = list(recorders["s0"].engine._streams)
-        await asyncio.sleep(0.1)
+        batch = recorders["s0"].engine.batch
+        streams = list(batch.streams)
+        await until(lambda: min(batch.read().tokens().values()) > 0)
         await update(engine, role("standalone"), 1, in_flight=pb.IN_FLIGHT_KEEP_RECOMPUTE)
-        assert list(recorders["s0"].engine._streams) == streams
+        assert list(batch.streams) == streams
         assert "pause(keep)" in recorders["s0"].calls
+        under_old = batch.read().tokens()
+        await until(lambda: all(count > under_old[key] for key, count in batch.read().tokens().items()))
+        await engine.stub.Abort(pb.AbortRequest(run_id=RUN, all_requests=True))
         for task in tasks:
             output = await task
-            assert len(output.tokens) == 400
+            assert sum(segment.tokens for segment in output.segments) == len(output.tokens)
             assert [segment.weight_version for segment in output.segments] == [0, 1]
             assert [segment.continued for segment in output.segments] == [True, False]
 

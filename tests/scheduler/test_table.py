@@ -62,7 +62,7 @@ async def test_row_resume_needs_a_checkpoint_or_keep_live() -> None:
 
 
 async def test_every_lend_of_a_resumed_trainer_may_bring_older_weights() -> None:
-    """If the first lend was abandoned, the next was refused by engines with newer weights, until training passed them."""
+    """After an abandoned first lend, engines with newer weights refused all later ones until training passed them."""
     async with world() as w:
         await w.trainer()
         opened = await w.open(take_over=True, resume=pb.Resume(resume_step=0, keep_live=True))

@@ -27,6 +27,8 @@ from services.runtime.errors import already_exists, invalid_argument, not_found,
 
 # One message of prompts by reference; more go in several calls, so that no call stops the others for long.
 MAX_GROUPS_PER_CALL = 100_000
+# Trajectories one AddGroups may bring: they are made while every other call waits, about 3 microseconds each.
+MAX_TRAJECTORIES_PER_CALL = 131_072
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +106,10 @@ class Partition:
                 message = "a group of this id is in the same call, or present in the partition"
                 raise already_exists("GROUP_EXISTS", message, field=f"{where}.group_id", value=spec.group_id)
             seen.add(spec.group_id)
+        trajectories = sum(spec.group_size or self.group_size for spec in specs)
+        if trajectories > MAX_TRAJECTORIES_PER_CALL:
+            message = f"one call adds at most {MAX_TRAJECTORIES_PER_CALL} trajectories, over all of its groups"
+            raise invalid_argument("groups", message, value=trajectories, reason="TOO_MANY_TRAJECTORIES")
         caps = self.state.config.caps
         if self.state.groups + len(specs) > caps.max_groups:
             message = (

@@ -17,8 +17,8 @@ import grpc
 import grpc.aio
 
 from services.engine.backends.base import EngineOutput, EngineProgress, EngineRequest, Shards
+from services.engine.domain.engine_state import EngineState
 from services.engine.domain.operations import OutcomeKind
-from services.engine.domain.replica import EngineState
 from services.engine.domain.spec import Cache, PauseMode, ReplicaSpec
 from services.engine.wire.enums import CACHES, LEVELS, OUTCOME_KINDS, PAUSE_MODES
 from services.engine.wire.operations import read_failure, read_shards, write_duration

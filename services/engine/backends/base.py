@@ -13,8 +13,8 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from services.engine.domain.engine_state import EngineState
 from services.engine.domain.operations import Shard
-from services.engine.domain.replica import EngineState
 from services.engine.domain.requests import Finish, JoinKey, Sampling
 from services.engine.domain.spec import Cache, PauseMode
 from services.engine.domain.tokens import Stretches

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from services.engine.domain.replica import UpdateKind
+from services.engine.domain.belief import UpdateKind
 from services.runtime.errors import failed_precondition, invalid_argument, not_found
 
 CLOSED_KEPT: Final = 100

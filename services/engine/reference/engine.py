@@ -8,7 +8,6 @@ last tag starts scheduling; without weights it generates garbage and reports no 
 
 from __future__ import annotations
 
-import asyncio
 import json
 import secrets
 from collections.abc import AsyncIterator, Sequence
@@ -22,16 +21,17 @@ from services.engine.backends.base import (
     Shards,
     engine_dead,
 )
+from services.engine.domain.engine_state import NATIVE_RELEASE, EngineState
 from services.engine.domain.operations import Shard
-from services.engine.domain.replica import NATIVE_RELEASE, EngineState
 from services.engine.domain.requests import Finish
 from services.engine.domain.spec import KV_CACHE, WEIGHTS, Cache, PauseMode, ReplicaSpec, Weights
-from services.engine.reference.decode import Curve, DecodeClock, Gain
+from services.engine.reference.batch import Batch
+from services.engine.reference.decode import Curve
 from services.engine.reference.faults import FAULTS, Faults
 from services.engine.reference.memory import Memory
 from services.engine.reference.model import PseudoModel
 from services.engine.reference.streams import Stream
-from services.runtime.clock import Clock, Timer
+from services.runtime.clock import Clock
 from services.runtime.errors import aborted, data_loss, failed_precondition, invalid_argument, out_of_range
 
 CAPABILITIES: Final = frozenset(
@@ -59,14 +59,8 @@ class ReferenceEngine:
         self._spec = spec
         self._config = config
         self._clock = clock
-        self._started = clock.now()
         self._incarnation = secrets.token_hex(8)
         self._shards = [Memory(config.weights_bytes, config.kv_bytes) for _ in range(spec.shards)]
-        self._decode = DecodeClock(config.curve)
-        self._streams: dict[str, Stream] = {}
-        self._held: dict[str, Stream] = {}
-        self._timer: Timer | None = None
-        self._idle = asyncio.Event()
         self._faults = Faults()
         self._dead = ""
         self._sleep_level = 0
@@ -79,19 +73,13 @@ class ReferenceEngine:
         self._update: tuple[int, bool] | None = None
         self._before_update = self._weights
         self._written = 0
+        self.batch = Batch(clock, config.curve, self._version, self._weights is not Weights.INTACT)
 
     # ---------------------------------------------------------------------------------------------------------- state
 
     @property
     def _asleep(self) -> frozenset[str]:
         return self._shards[0].tags - self._shards[0].resident
-
-    @property
-    def _garbage(self) -> bool:
-        return self._weights is not Weights.INTACT
-
-    def _now(self) -> float:
-        return self._clock.now() - self._started
 
     async def probe(self) -> EngineState:
         await self._faults.strike_probe()
@@ -102,7 +90,7 @@ class ReferenceEngine:
             sleep_level=self._sleep_level,
             paused=self._paused,
             pause_mode=self._pause_mode,
-            running=len(self._streams) - len(self._held),
+            running=self.batch.active,
             capabilities=CAPABILITIES,
             weights=self._weights,
             weight_version=self._version,
@@ -113,17 +101,16 @@ class ReferenceEngine:
 
     async def progress(self) -> EngineProgress:
         self._require_alive()
-        self._handle(self._decode.advance(self._now()))
-        tokens = self._decode.tokens()
+        decode = self.batch.read()
+        tokens = decode.tokens()
+        streams = self.batch.streams.items()
         return EngineProgress(
-            output_tokens={
-                key: len(stream.request.output) + tokens.get(key, 0) for key, stream in self._streams.items()
-            },
-            decoded_tokens=self._decode.decoded_tokens,
-            prefilled_tokens=self._decode.prefilled_tokens,
-            prefill_seconds=self._decode.prefill_seconds,
-            running=self._decode.running,
-            waiting=self._decode.waiting + len(self._held),
+            output_tokens={key: len(stream.request.output) + tokens.get(key, 0) for key, stream in streams},
+            decoded_tokens=decode.decoded_tokens,
+            prefilled_tokens=decode.prefilled_tokens,
+            prefill_seconds=decode.prefill_seconds,
+            running=decode.running,
+            waiting=decode.waiting + self.batch.held,
         )
 
     # ------------------------------------------------------------------------------------------------ pause and memory
@@ -132,14 +119,14 @@ class ReferenceEngine:
         await self._enter("pause")
         self._paused, self._pause_mode = True, mode
         if mode is PauseMode.ABORT:
-            self._abort_all()
+            self.batch.abort_all()
         elif mode is PauseMode.KEEP:
-            self._handle(self._decode.freeze(self._now()))
+            self.batch.freeze()
             if clear_cache:
-                self._handle(self._decode.recompute(self._now()))
+                self.batch.recompute()
         else:
-            await self._drained()
-        self._reschedule()
+            await self.batch.drained()
+            self._require_alive()
         return self._each_shard()
 
     async def resume(self, timeout: float) -> Shards:
@@ -149,9 +136,9 @@ class ReferenceEngine:
 
     async def sleep(self, level: int, timeout: float) -> Shards:
         await self._enter("sleep")
-        if self._decode.running or self._decode.waiting:
+        if self.batch.active:
             self._die("its memory was freed while requests were running")
-        self._abort_all()
+        self.batch.abort_all()
         await self._clock.sleep(self._config.sleep_seconds)
         self._require_alive()
         for memory in self._shards:
@@ -191,11 +178,10 @@ class ReferenceEngine:
         self, caches: frozenset[Cache], reset_running_requests: bool, reset_connectors: bool, timeout: float
     ) -> Shards:
         await self._enter("reset_caches")
-        if Cache.PREFIX in caches and (self._decode.running or self._decode.waiting):
+        if Cache.PREFIX in caches and self.batch.active:
             if not reset_running_requests:
                 raise failed_precondition("CACHE_BUSY", "running requests hold blocks of the prefix cache")
-            self._handle(self._decode.recompute(self._now()))
-            self._reschedule()
+            self.batch.recompute()
         return self._each_shard()
 
     async def collective_rpc(self, method: str, arguments_json: str, shard: int | None, timeout: float) -> Shards:
@@ -281,11 +267,7 @@ class ReferenceEngine:
             self._die("a request reached it while memory was asleep")
         script = self._config.model.script(request.prompt, request.sampling, request.max_tokens)
         stream = Stream(request, script)
-        self._streams[request.request_id] = stream
-        if self._paused:
-            self._held[request.request_id] = stream
-        else:
-            self._admit(stream)
+        self.batch.add(stream, hold=self._paused)
         try:
             while True:
                 output = await stream.next()
@@ -294,12 +276,14 @@ class ReferenceEngine:
                     return
         finally:
             if not stream.ended:
-                self._end(request.request_id, Finish.ABORT)
+                self.batch.end(request.request_id, Finish.ABORT)
 
     async def abort(self, request_ids: Sequence[str] | None) -> None:
         self._require_alive()
-        for request_id in list(self._streams) if request_ids is None else request_ids:
-            self._end(request_id, Finish.ABORT)
+        if request_ids is None:
+            self.batch.abort_all()
+        for request_id in request_ids or ():
+            self.batch.end(request_id, Finish.ABORT)
 
     async def close(self) -> None:
         if not self._dead:
@@ -323,14 +307,7 @@ class ReferenceEngine:
 
     def _fail_all(self, why: str) -> None:
         self._dead = why
-        if self._timer is not None:
-            self._timer.cancel()
-        streams = list(self._streams.values())
-        self._streams.clear()
-        self._held.clear()
-        self._idle.set()
-        for stream in streams:
-            stream.fail(engine_dead(f"the engine of {self._spec.replica_id} died: {why}"))
+        self.batch.fail_all(engine_dead(f"the engine of {self._spec.replica_id} died: {why}"))
 
     def _require_update(self) -> tuple[int, bool]:
         if self._update is None:
@@ -362,79 +339,9 @@ class ReferenceEngine:
 
     def _start_scheduling(self) -> None:
         self._paused, self._pause_mode = False, None
-        self._handle(self._decode.thaw(self._now()))
-        held, self._held = self._held, {}
-        for stream in held.values():
-            self._admit(stream)
-        self._reschedule()
-
-    def _admit(self, stream: Stream) -> None:
-        request = stream.request
-        if not stream.wanted:
-            self._end(request.request_id, Finish.STOP if stream.script.stopped else Finish.LENGTH)
-            return
-        context = len(request.prompt) + len(request.output)
-        self._handle(
-            self._decode.add(
-                request.request_id,
-                context,
-                stream.wanted,
-                self._now(),
-                request.delta_tokens,
-                request.delta_interval,
-            )
-        )
-        self._reschedule()
+        self.batch.start()
 
     def _change_weights(self, weights: Weights, version: int) -> None:
-        if (weights, version) == (self._weights, self._version):
-            return
-        self._handle(self._decode.advance(self._now()))
-        tokens = self._decode.tokens()
-        for key, stream in self._streams.items():
-            stream.weights_changed(tokens.get(key, 0), self._version, self._garbage)
-        self._weights, self._version = weights, version
-
-    def _abort_all(self) -> None:
-        for request_id in list(self._streams):
-            self._end(request_id, Finish.ABORT)
-
-    def _end(self, request_id: str, finish: Finish) -> None:
-        gains, tokens = self._decode.remove(request_id, self._now())
-        self._handle(gains)
-        stream = self._streams.pop(request_id, None)
-        if stream is not None:
-            self._held.pop(request_id, None)
-            stream.give(tokens, self._version, self._garbage, finish)
-        self._reschedule()
-
-    def _handle(self, gains: list[Gain]) -> None:
-        for gain in gains:
-            stream = self._streams.get(gain.key)
-            if stream is None:
-                continue
-            finish = None
-            if gain.done:
-                finish = Finish.STOP if stream.script.stopped else Finish.LENGTH
-                del self._streams[gain.key]
-            stream.give(gain.tokens, self._version, self._garbage, finish)
-
-    async def _drained(self) -> None:
-        while len(self._streams) > len(self._held):
-            self._idle.clear()
-            await self._idle.wait()
-        self._require_alive()
-
-    def _reschedule(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        if len(self._streams) <= len(self._held):
-            self._idle.set()
-        following = self._decode.next_time()
-        if following != float("inf") and not self._dead:
-            self._timer = self._clock.call_at(self._started + following, self._turn)
-
-    def _turn(self) -> None:
-        self._handle(self._decode.advance(self._now()))
-        self._reschedule()
+        if (weights, version) != (self._weights, self._version):
+            self._weights, self._version = weights, version
+            self.batch.change_weights(version, weights is not Weights.INTACT)

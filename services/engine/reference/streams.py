@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 
 from services.engine.backends.base import EngineOutput, EngineRequest
 from services.engine.domain.requests import Finish
@@ -23,7 +25,7 @@ class Stream:
         self.script = script
         self.given = 0
         self._stretches: list[tuple[int, int, bool]] = []
-        self._ready: deque[EngineOutput] = deque()
+        self._ready: deque[Callable[[], EngineOutput]] = deque()
         self._error: TurnoutError | None = None
         self._wake = asyncio.Event()
         self.ended = False
@@ -48,9 +50,7 @@ class Stream:
                 continue
             span = (offset + self.given, offset + stop, spoiled)
             self.given = stop
-            ids = self.script.tokens(*span).tolist()
-            logprobs = self.script.logprobs(*span).tolist() if self.request.sampling.logprobs else ()
-            self._ready.append(EngineOutput(ids, logprobs, made_under, last))
+            self._ready.append(partial(self._output, span, made_under, last))
         self.ended = finish is not None
         self._wake.set()
 
@@ -67,4 +67,10 @@ class Stream:
                 raise self._error
             self._wake.clear()
             await self._wake.wait()
-        return self._ready.popleft()
+        # Made when it is read: thousands of outputs that end together must not hold the loop before the first leaves.
+        return self._ready.popleft()()
+
+    def _output(self, span: tuple[int, int, bool], made_under: int, finish: Finish | None) -> EngineOutput:
+        ids = self.script.tokens(*span).tolist()
+        logprobs = self.script.logprobs(*span).tolist() if self.request.sampling.logprobs else ()
+        return EngineOutput(ids, logprobs, made_under, finish)

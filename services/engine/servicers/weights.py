@@ -7,7 +7,7 @@ from typing import Final
 
 import grpc.aio
 
-from services.engine.domain.replica import UpdateKind
+from services.engine.domain.belief import UpdateKind
 from services.engine.fleet import Fleet
 from services.engine.servicers.base import Calls, optional_epoch, optional_timeout, succeeded
 from services.engine.updating import Ack

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.engine.domain.replica import EngineState
+from services.engine.domain.engine_state import EngineState
 from services.engine.domain.spec import Flags, Gpu, Health, ReplicaSpec
 from services.engine.slot import Slot
 from services.engine.wire.enums import HEALTHS, LEVELS, PAUSE_MODES, ROLES, ROUTES, WEIGHTS_ORIGINS, WEIGHTS_STATES

@@ -408,6 +408,7 @@ def test_a_target_beyond_the_gate_is_refused() -> None:
         ([GroupSpec("new")], {"refill_claim_id": "nope"}, "REFILL_CLAIM_NOT_FOUND"),
         ([GroupSpec("new")], {"step": -1}, "OUT_OF_RANGE"),
         ([GroupSpec("new")] * 100_001, {}, "TOO_MANY_GROUPS"),
+        ([GroupSpec(f"g{number}", 65_536) for number in range(3)], {}, "TOO_MANY_TRAJECTORIES"),
     ],
 )
 def test_groups_are_added_all_or_none(specs: Sequence[GroupSpec], rest: dict[str, object], expected: str) -> None:

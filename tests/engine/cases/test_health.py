@@ -116,19 +116,19 @@ def resume(engine: Engine) -> Any:
 @pytest.mark.parametrize("mode", ["ABORT", "WAIT", "KEEP"])
 async def test_h39_modes_differ_for_running_requests_and_hold_new_ones(mode: str) -> None:
     """A wrapper accepted wait and behaved like keep."""
-    async with recorded("s0:standalone", scale=0.15) as (engine, recorders):
+    async with recorded("s0:standalone", scale=0.3) as (engine, recorders):
         for _ in range(3):
-            async with requests_running(engine, 3, max_tokens=300) as tasks:
+            async with requests_running(engine, 3, max_tokens=200) as tasks:
                 await pause(engine, mode)
-                streams = recorders["s0"].engine._streams
+                streams = recorders["s0"].engine.batch.streams
                 assert len(streams) == (3 if mode == "KEEP" else 0)
                 if mode == "WAIT":
-                    assert {len((await task).tokens) for task in tasks} == {300}
+                    assert {len((await task).tokens) for task in tasks} == {200}
                 new = asyncio.create_task(generate(engine, "new", (9,), max_tokens=20))
                 await until(lambda: engine.controller.fleet.placement.load("s0") == (1 if mode == "WAIT" else 4))
                 assert len(streams) == (3 if mode == "KEEP" else 0)
                 await resume(engine)
-                assert {len((await task).tokens) for task in tasks} == {300}
+                assert {len((await task).tokens) for task in tasks} == {200}
                 assert (await new).placed == ["s0 parked", "s0"]
                 assert in_engines(engine) == 0
 

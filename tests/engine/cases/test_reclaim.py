@@ -40,7 +40,7 @@ async def test_h44_a_reclaim_unroutes_then_drains_then_sleeps() -> None:
 
 async def test_h44_interrupted_work_keeps_its_tokens() -> None:
     """Aborted work on the way back was sometimes dropped: here 10, 200 and 0 tokens of output go on elsewhere."""
-    async with recorded("h0:hybrid", "s0:standalone", scale=0.01) as (engine, _):
+    async with recorded("h0:hybrid", "s0:standalone", scale=0.02) as (engine, _):
         await lend(engine, "l", 0)
         wanted = [(0, 10), (1, 200), (2, 0)]
         outputs = await asyncio.gather(*(generate(engine, f"w{i}", (i,), max_tokens=8000) for i, _ in wanted))

@@ -62,7 +62,7 @@ async def test_h29_a_reset_that_answers_false_is_no_success() -> None:
 
 async def test_h29_running_requests_give_up_their_blocks_and_go_on() -> None:
     """A busy engine has two honest answers: false, or a reset that recomputes the requests."""
-    async with recorded("s1:standalone", scale=0.2) as (engine, _), requests_running(engine, 2, max_tokens=300) as r:
+    async with recorded("s1:standalone", scale=0.3) as (engine, _), requests_running(engine, 2, max_tokens=300) as r:
         outcomes = await partial(engine, reset(engine), "FAILED_PRECONDITION")
         assert outcomes["s1"].reason == "CACHE_BUSY"
         await reset(engine, reset_running_requests=True)

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from services.engine.domain.belief import Intent, UpdateKind
 from services.engine.domain.calls import (
     Call,
     Drain,
@@ -24,7 +25,8 @@ from services.engine.domain.calls import (
     Sleep,
     WakeUp,
 )
-from services.engine.domain.replica import NATIVE_RELEASE, EngineState, Intent, Replica, UpdateKind
+from services.engine.domain.engine_state import NATIVE_RELEASE, EngineState
+from services.engine.domain.replica import Replica
 from services.engine.domain.spec import (
     ALL_CACHES,
     KV_CACHE,

@@ -10,8 +10,9 @@ correction that is not confirmed fades, so that a lend is tried again one day.
 # Steps that count as much as all before: a first error is not taken at its word.
 _DOUBTS = 4.0
 _KEEP = 0.93
-# Gains within this share of the usual error are luck: a lend that is worth it on average only is not worth its risk.
-_CAUTION = 0.5
+# A gain has to exceed so many times the usual error, times that error's share of a step's training: where predictions
+# miss by a few per cent of a step nearly every gain is taken, where they miss by a fifth only large ones are.
+_CAUTION = 2.5
 # The usual error, as a share of a step's training, until it is known.
 _SCATTER = 0.1
 # How much of a correction is left after a step of the other kind.
@@ -67,8 +68,9 @@ class Guard:
 
     @property
     def margin_s(self) -> float:
-        """Seconds that a lend's predicted gain has to exceed: a share of what such predictions have missed by."""
-        return _CAUTION * self._lent.scatter_s
+        """Seconds that a lend's predicted gain has to exceed, by what such predictions have missed by."""
+        scatter_s = self._lent.scatter_s
+        return _CAUTION * scatter_s * scatter_s / max(self._train_s, scatter_s, 1e-9)
 
     def predicted(self, at: float, alone_s: float, lent_s: float, train_s: float) -> None:
         """A step was predicted at `at`: it ends so much later without and with a lend, `train_s` of it training."""

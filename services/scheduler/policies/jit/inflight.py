@@ -6,6 +6,7 @@ that names finished members only is no reading.
 """
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 from math import log
 
 import numpy as np
@@ -110,66 +111,56 @@ class Groups:
             groups[name].running = now
         self.read_at = event.at
         self.coverage = event.covered_share
-        on_hybrid = [state.tokens for state in event.requests if state.pool is Pool.HYBRID and not state.finished]
-        self.tokens = sum(state.tokens for state in event.requests if not state.finished)
-        self.hybrid_tokens = sum(on_hybrid)
+        self.tokens = sum([state.tokens for state in event.requests if not state.finished])
+        self.hybrid_tokens = sum([state.tokens for state in event.requests if state.pool is Pool.HYBRID])
 
     def in_flight(self) -> InFlight:
         """All groups as of the last reading."""
         names: list[str] = []
-        keys: list[RequestKey] = []
         fresh: list[str] = []
-        tokens: list[int] = []
-        hybrid: list[bool] = []
-        runs: list[bool] = []
+        states: list[RequestState] = []
         first: list[int] = []
-        members: list[int] = []
-        group_serial: list[int] = []
         serial: list[int] = []
+        group_serial: list[int] = []
         settled: list[int] = []
         level: list[float] = []
         for name, group in self._groups.items():
-            if not group.running and not group.settled:
+            running = group.running
+            if not running and not group.settled:
                 fresh.append(name)
                 continue
             names.append(name)
-            first.append(len(tokens))
+            first.append(len(states))
             group_serial.append(group.serial)
-            for state in group.running.values():
-                keys.append(state.key)
-                tokens.append(state.tokens)
-                hybrid.append(state.pool is Pool.HYBRID)
-                runs.append(True)
-                serial.append(group.serial + 1 + state.key.trajectory)
-            waiting = max(group.size - len(group.settled) - len(group.running), 0)
-            if not group.running and not waiting:
-                # All settled, and the group's end is on its way: one member that is as good as complete.
-                waiting = 1
-            for index in range(waiting):
-                keys.append(RequestKey(name, -1))
-                tokens.append(0)
-                hybrid.append(False)
-                runs.append(False)
-                serial.append(group.serial + group.size - index)
-            members.append(len(tokens) - first[-1])
             settled.append(len(group.settled))
             level.append(_mean_log(group.settled))
+            states += running.values()
+            begin = group.serial + 1
+            serial += [begin + trajectory for trajectory in running]
+            waiting = max(group.size - len(group.settled) - len(running), 0)
+            # All settled, and the group's end is on its way: one member that is as good as complete.
+            for index in range(waiting if running or waiting else 1):
+                states.append(RequestState(key=RequestKey(name, -1), tokens=0, replica="", pool=Pool.STANDALONE))
+                serial.append(group.serial + group.size - index)
+        tokens = np.array([state.tokens for state in states], dtype=np.float64)
+        keys = tuple(state.key for state in states)
+        members = [end - begin for begin, end in pairwise([*first, len(states)])]
         snapshot = Snapshot(
             settled=np.array(settled, dtype=np.float64),
             settled_level=np.array(level, dtype=np.float64),
             first=np.array(first, dtype=np.int64),
-            tokens=np.array(tokens, dtype=np.float64),
-            group=np.repeat(np.arange(len(names)), np.array(members, dtype=np.int64)),
+            tokens=tokens,
+            group=np.repeat(np.arange(len(names)), members),
             group_serial=np.array(group_serial, dtype=np.int64),
             serial=np.array(serial, dtype=np.int64),
         )
         return InFlight(
             at=self.read_at or 0.0,
             names=tuple(names),
-            keys=tuple(keys),
+            keys=keys,
             snapshot=snapshot,
-            hybrid=np.array(hybrid, dtype=np.bool_),
-            running=np.array(runs, dtype=np.bool_),
+            hybrid=np.array([state.pool is Pool.HYBRID for state in states], dtype=np.bool_),
+            running=np.array([key.trajectory >= 0 for key in keys], dtype=np.bool_),
             fresh=tuple(fresh),
         )
 

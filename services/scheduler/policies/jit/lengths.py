@@ -19,7 +19,7 @@ Floats = npt.NDArray[np.float64]
 
 # Three batches of the published setting: enough for 30 levels, few enough to follow a run that changes.
 WINDOW = 192
-LEVELS = 40
+LEVELS = 30
 # Fewer finished groups say more about which prompts are short than about how long responses are; a whole batch of a
 # small run is as good.
 _ENOUGH = 48
@@ -37,6 +37,9 @@ _TAIL_STD = 1.6
 # A group of one has no scatter within; a narrow one keeps the arithmetic finite.
 _SIGMA_FLOOR = 0.05
 _Z = np.arange(-8.0, 8.0001, 0.04)
+# Where the inverse of the survival is tabulated: by its square root, so that the long tail is resolved as well.
+_INVERSE_POINTS = 2048
+_INVERSE = ((np.arange(_INVERSE_POINTS + 1) + 0.5) / _INVERSE_POINTS) ** 2
 # A prime, far above the members in flight, so that few share a row and none does so for long.
 _ROWS = 8191
 
@@ -65,41 +68,47 @@ class LengthModel:
     def __init__(self, cap: int | None, batch: int) -> None:
         self._cap = float(cap) if cap is not None else np.inf
         self._enough = min(_ENOUGH, batch)
-        self._logs: deque[Floats] = deque(maxlen=WINDOW)
+        self._levels_seen: deque[float] = deque(maxlen=WINDOW)
+        self._own: deque[Floats] = deque(maxlen=WINDOW)
         self._stale = True
         self._levels: Floats = np.zeros(0)
         self._prior: Floats = np.zeros(0)
         self._sigma = 1.0
         self._survival: Floats = np.ones_like(_Z)
+        self._residual: Floats = np.zeros(0)
 
     @property
     def finished_groups(self) -> int:
         """Groups learned from, at most the window."""
-        return len(self._logs)
+        return len(self._own)
 
     @property
     def ready(self) -> bool:
         """Whether there is enough to predict with."""
-        return len(self._logs) >= self._enough
+        return len(self._own) >= self._enough
 
     def finished(self, lengths: tuple[int, ...]) -> None:
         """A group settled with these lengths."""
         if lengths:
-            self._logs.append(np.log(np.maximum(np.array(lengths, dtype=np.float64), 1.0)))
+            logs = np.log(np.maximum(np.array(lengths, dtype=np.float64), 1.0))
+            level = float(logs.sum()) / len(logs)
+            # Members lie closer to their own mean than to the level it estimates, by (k - 1) / k of the variance.
+            self._levels_seen.append(level)
+            self._own.append((logs - level) * np.sqrt(len(logs) / max(len(logs) - 1, 1)))
             self._stale = True
 
     def draw(self, snapshot: Snapshot, fresh: int, size: int, scenarios: int) -> tuple[Floats, Floats]:
         """Tokens still to come, by unsettled member and scenario: of the snapshot, and of `fresh` groups of `size`."""
         self._fit()
         log_tokens = np.log(np.maximum(snapshot.tokens, 1.0))
-        weights, prior = self._weights(snapshot, log_tokens)
+        weights = self._weights(snapshot, log_tokens)
         by_group, by_member = _uniforms(snapshot.group_serial, scenarios), _uniforms(snapshot.serial, scenarios)
         chosen = (np.cumsum(weights, axis=1)[:, None, :-1] < by_group[:, :, None]).sum(axis=2)
         level = self._levels[chosen][snapshot.group]
         known = self._survive((log_tokens[:, None] - level) / self._sigma)
         left = self._length(level, known * by_member) - snapshot.tokens[:, None]
         new_group = _uniforms(np.arange(fresh), scenarios)
-        new_level = self._levels[np.searchsorted(np.cumsum(prior)[:-1], new_group)]
+        new_level = self._levels[np.searchsorted(np.cumsum(self._prior)[:-1], new_group)]
         new = self._length(
             np.repeat(new_level, size, axis=0), _uniforms(np.arange(fresh, fresh * (size + 1)), scenarios)
         )
@@ -111,45 +120,33 @@ class LengthModel:
         if not self._stale:
             return
         self._stale = False
-        if not self._logs:
-            return
-        levels = np.array([logs.sum() / len(logs) for logs in self._logs])
-        # Members lie closer to their own mean than to the level it estimates: k / (k - 1) of the variance is missing.
-        own = np.concatenate(
-            [
-                (logs - level) * np.sqrt(len(logs) / max(len(logs) - 1, 1))
-                for logs, level in zip(self._logs, levels, strict=True)
-            ]
-        )
+        own = np.concatenate(self._own)
         self._sigma = max(float(np.sqrt((own**2).mean())), _SIGMA_FLOOR)
-        self._levels, self._prior = _density(levels)
+        self._levels, self._prior = _density(np.array(self._levels_seen))
         residuals = np.sort(own / self._sigma)
         counted = len(residuals) - np.searchsorted(residuals, _Z)
         tail = _TAIL_MEMBERS * _normal_survival(_Z / _TAIL_STD)
         self._survival = (counted + tail) / (len(residuals) + _TAIL_MEMBERS)
+        self._residual = np.interp(_INVERSE, self._survival[::-1], _Z[::-1])
 
-    def _weights(self, snapshot: Snapshot, log_tokens: Floats) -> tuple[Floats, Floats]:
-        """Share of every level by group, and over new groups.
-
-        Groups in flight are mostly long ones, so they alone would mislead; together with those that finished they say
-        how the levels of new groups are distributed, also when that has just changed.
-        """
+    def _weights(self, snapshot: Snapshot, log_tokens: Floats) -> Floats:
+        """Share of every level by group, given what its members have and how long those that settled were."""
         if not len(snapshot.first):
-            return np.zeros((0, len(self._levels))), self._prior
+            return np.zeros((0, len(self._levels)))
         running = np.log(self._survive((log_tokens[:, None] - self._levels) / self._sigma))
         likely = np.add.reduceat(running, snapshot.first, axis=0)
         off = (snapshot.settled_level[:, None] - self._levels) / self._sigma
         likely -= 0.5 * snapshot.settled[:, None] * off**2
         likely = np.exp(likely - likely.max(axis=1, keepdims=True))
         weights = likely * self._prior
-        return weights / weights.sum(axis=1, keepdims=True), self._prior
+        return np.asarray(weights / weights.sum(axis=1, keepdims=True))
 
     def _survive(self, z: Floats) -> Floats:
         index = ((z - _Z[0]) * (1 / (_Z[1] - _Z[0]))).astype(np.int64)
         return np.asarray(self._survival[np.clip(index, 0, len(_Z) - 1)])
 
     def _length(self, level: Floats, survival: Floats) -> Floats:
-        z = np.interp(survival, self._survival[::-1], _Z[::-1])
+        z = self._residual[(np.sqrt(survival) * _INVERSE_POINTS).astype(np.int64)]
         return np.asarray(np.minimum(np.exp(level + self._sigma * z), self._cap))
 
 

@@ -1379,7 +1379,7 @@ class AddGroupsRequest(google.protobuf.message.Message):
     """See the top of this file."""
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___GroupSpec]:
-        """The prompts, at most 100 000."""
+        """The prompts, at most 100 000 with at most 131 072 trajectories together (TOO_MANY_GROUPS, TOO_MANY_TRAJECTORIES)."""
 
     def __init__(
         self,
