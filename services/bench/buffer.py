@@ -4,8 +4,9 @@
 
 Invariants: every figure is measured on servers that were started for it and for those that need the same; both sides
 take turns, so that a busy machine slows both. Figures with `fsync` in their meaning run at that durability, all others
-at `os`. Where a bare server has nothing to compare with, the baseline is what the figure cannot go below: the bytes of a
-trajectory on the wire, the start of a bare process, the same loop while it is idle, the same call at 64 groups.
+at `os`. Where a bare server has nothing to compare with, the baseline is what the figure cannot go below: the bytes
+of a trajectory on the wire, the start of a bare process, the same loop while it is idle, the same call at 64
+groups.
 """
 
 from __future__ import annotations
