@@ -130,9 +130,10 @@ class RestartMachine(RuleBasedStateMachine):
             self.model.leases[told.done.lease_id] = told.ids
             for name in told.ids:
                 self.model.states[name] = "sampled"
-        for refill in told.refills:
-            self.run(self.caller.add(f"r{self.numbers}.{refill.count}", refill_claim_id=refill.refill_claim_id))
-            self.model.states[f"r{self.numbers}.{refill.count}"] = "pending"
+        for place, refill in enumerate(told.refills):
+            name = f"r{self.numbers}.{place}"
+            self.run(self.caller.add(name, refill_claim_id=refill.refill_claim_id))
+            self.model.states[name] = "pending"
             self.model.added += 1
             self.model.unpaid -= 1
 
