@@ -2,7 +2,8 @@
 
 Invariants: each change of a partition is followed by `changed` before anything else runs, which evicts, shows refill
 claims, ends waits and wakes workers and watchers; what ends by itself is ended by one task that sleeps until the
-earliest expiry. Nothing polls.
+earliest expiry. Nothing polls. Every decision is recorded in the turn in which it was made, after it was; whoever tells
+of it awaits `durable` first.
 """
 
 import asyncio
@@ -14,14 +15,20 @@ from services.buffer.domain.events import GroupEvent
 from services.buffer.domain.moment import Moment
 from services.buffer.domain.partition import Partition
 from services.buffer.domain.payloads import PayloadStore
+from services.buffer.domain.pump import Pumped
 from services.buffer.domain.run import Run
 from services.buffer.domain.runs import Runs, run_not_found
-from services.buffer.domain.waits import Wait
+from services.buffer.domain.waits import Wait, WaitEnd
 from services.buffer.domain.work import next_group
+from services.buffer.memory import Memory
 from services.buffer.parking import ParkedWait, PartitionParking, RunParking
-from services.runtime.clock import Clock
-from services.runtime.errors import stale_epoch
+from services.buffer.storage.replay import run_prefix
+from services.buffer.wire.config import config_to
+from services.runtime.clock import Clock, ContinuedClock
+from services.runtime.errors import TurnoutError, resource_exhausted, stale_epoch, unavailable
+from services.runtime.journal import Journal
 from services.runtime.tasks import Tick
+from turnout.buffer.storage.v1 import storage_pb2 as st
 
 # Wall seconds over which changes are gathered into one PROGRESS event: fast for a person, rare for a machine.
 PROGRESS_GATHER_S = 0.25
@@ -32,11 +39,17 @@ class Desk:
 
     def __init__(self, clock: Clock, store: PayloadStore) -> None:
         self.clock = clock
-        self.runs = Runs()
+        self.memory = Memory()
         self.incarnation = secrets.token_hex(8)
-        self._store = store
+        self.journal: Journal | None = None
+        self.compaction_due = asyncio.Event()
+        # Held from the first record of a restore to its last, and where a snapshot begins: one that began in between
+        # would take the place of the records of half a restore.
+        self.restoring = asyncio.Lock()
+        self.store = store
         self._parking: dict[str, RunParking] = {}
-        self._created = 0
+        self._id_prefix = self.incarnation[:8]
+        self._suspended: TurnoutError | None = None
         self._rearm = asyncio.Event()
         self._armed: float | None = None
 
@@ -44,20 +57,93 @@ class Desk:
         """Now."""
         return Moment(self.clock.now(), self.clock.wall())
 
+    @property
+    def runs(self) -> Runs:
+        """The runs."""
+        return self.memory.runs
+
+    # -------------------------------------------------------------------------------------------------------- decisions
+
+    def begin(self, memory: Memory, journal: Journal) -> None:
+        """Go on from what was loaded; the journal takes every decision from here on."""
+        if self.clock.now() < memory.now or self.journal is None:
+            self.clock = ContinuedClock(self.clock, memory.now)
+        self.memory = memory
+        self.journal = journal
+        self._suspended = None
+        self._id_prefix = secrets.token_hex(4)
+        at = self.moment()
+        record = st.Record(now=at.now, wall=at.wall, boot=st.Boot(id_prefix=self._id_prefix))
+        journal.append("buffer", record.SerializeToString())
+        for run in memory.runs:
+            run.restart(run_prefix(self._id_prefix, run), at)
+            self._parking[run.run_id] = RunParking(run)
+            self.rearm(run)
+
+    def suspend(self, error: TurnoutError) -> None:
+        """Forget everything: memory holds what is not stored. Calls end with `error` until `begin`."""
+        self._suspended = error
+        for parking in self._parking.values():
+            parking.end(error)
+        self._parking.clear()
+        self.memory = Memory()
+
+    def check(self) -> None:
+        """Raise what calls end with at present, if they must."""
+        if self._suspended is not None:
+            error = self._suspended
+            raise TurnoutError(error.code, error.reason, error.message, error.metadata)
+
+    def check_space(self) -> None:
+        """Raise RESOURCE_EXHAUSTED / DISK_FULL while the disk has only room for what frees some."""
+        if self.journal is not None and self.journal.short_of_space:
+            raise resource_exhausted("DISK_FULL", "the disk of the buffer is full; what frees space still works")
+
+    def record(self, run: Run, record: st.Record, at: Moment) -> None:
+        """Take down a decision on a run that was made in this turn. Raises what the journal cannot do."""
+        if self.runs.get(run.run_id) is not run:
+            raise unavailable("RUN_REPLACED", "the run was restored or loaded again meanwhile", run_id=run.run_id)
+        if self.journal is None:
+            return
+        record.now, record.wall = at
+        self.journal.append(run.run_id, record.SerializeToString())
+        if self.journal.compaction_due:
+            self.compaction_due.set()
+
+    async def durable(self) -> None:
+        """Return once everything decided so far is durable. Raises why it is not."""
+        if self.journal is not None:
+            await self.journal.tail()
+
     # ------------------------------------------------------------------------------------------------------------ runs
 
-    def create(self, run_id: str, config: RunConfig) -> Run:
-        """Add a new run. Raises INVALID_ARGUMENT, or ALREADY_EXISTS / RUN_EXISTS."""
-        self._created += 1
-        prefix = f"{self.incarnation[:6]}.{self._created:x}"
-        run = Run(run_id, config, id_prefix=prefix, store=self._store, at=self.moment())
+    def create(self, run_id: str, config: RunConfig, record: st.Record) -> Run:
+        """Add a new run. Raises INVALID_ARGUMENT, or ALREADY_EXISTS / RUN_EXISTS. `record` has the request's id."""
+        number = self.memory.created + 1
+        prefix = f"{self._id_prefix}.{number:x}"
+        at = self.moment()
+        run = Run(run_id, config, id_prefix=prefix, store=self.store, at=at)
         self.runs.add(run)
+        self.memory.created = number
+        record.create_run.config.CopyFrom(config_to(config))
+        record.create_run.id_prefix = prefix
+        self.record(run, record, at)
         self._parking[run_id] = RunParking(run)
         return run
 
-    def delete(self, run: Run) -> None:
+    def replaced(self, run_id: str, error: TurnoutError) -> None:
+        """A run got new content; what is parked on the old one ends."""
+        self._parking.pop(run_id).end(error)
+        run = self.runs.require(run_id)
+        self._parking[run_id] = RunParking(run)
+        self.changed(run, *run.partitions.values())
+
+    def delete(self, run: Run, record: st.Record) -> None:
         """Forget a run; what is parked on it ends."""
+        record.delete_run = True
+        self.record(run, record, self.moment())
         self.runs.remove(run)
+        self.memory.forget_answers(run.run_id)
         self._parking.pop(run.run_id).end(run_not_found(run.run_id))
 
     def parking(self, run: Run) -> RunParking:
@@ -80,8 +166,10 @@ class Desk:
     def contact(self, run: Run, step: int | None = None) -> None:
         """The present trainer has called; a step that advances changes what is due in every partition."""
         before = run.state.step
-        run.contact(self.moment(), step)
+        at = self.moment()
+        run.contact(at, step)
         if run.state.step != before:
+            self.record(run, st.Record(step=run.state.step), at)
             self.changed(run, *run.partitions.values())
 
     def changed(self, run: Run, *partitions: Partition) -> None:
@@ -99,6 +187,8 @@ class Desk:
     def _changed(self, parking: PartitionParking, run: Run, at: Moment) -> None:
         partition = parking.partition
         pumped = run.pump(partition, at)
+        if self.journal is not None:
+            self._record_pumped(run, partition, pumped, at)
         for wait, claim in pumped.refills:
             parked = parking.waits[wait.order]
             parked.refills.append(claim)
@@ -111,13 +201,39 @@ class Desk:
             next(iter(parking.claims.values())).wake.set()
         for watch in parking.depth_watches:
             watch.wake.set()
-        if parking.waits and parking.progress_timer is None:
+        if parking.waits and parking.progress_timer is None and partition.index.counts != parking.told:
             loop = asyncio.get_running_loop()
             parking.progress_timer = loop.call_later(PROGRESS_GATHER_S, self._tell_progress, parking)
+
+    def _record_pumped(self, run: Run, partition: Partition, pumped: Pumped, at: Moment) -> None:
+        name = partition.name
+        if pumped.evicted_at is not None:
+            self.record(run, st.Record(evict_due=st.EvictDue(partition=name, step=pumped.evicted_at)), at)
+        if pumped.made_claim:
+            self.record(run, st.Record(show_refill=name), at)
+        for lease in pumped.leases:
+            taken = st.Lease(partition=name, step=lease.step, batch=len(lease.group_ids), auto_commit=lease.auto_commit)
+            said = st.Record(lease=taken, request_id=lease.request_id, fingerprint=lease.fingerprint)
+            self.record(run, said, at)
+        if pumped.sealed:
+            self.record(run, st.Record(seal=name), at)
+
+    def sealed(self, run: Run, partition: Partition, *, before: bool) -> None:
+        """Take down that an eviction cursor was handed out, if that is new. `before`: whether the log was sealed."""
+        if not before and partition.evictions.sealed:
+            self.record(run, st.Record(seal=partition.name), self.moment())
+
+    def time_out(self, run: Run, partition: Partition, wait: Wait) -> WaitEnd:
+        """The time of a wait has passed."""
+        before = partition.evictions.sealed
+        ended = run.time_out(partition, wait, self.moment())
+        self.sealed(run, partition, before=before)
+        return ended
 
     @staticmethod
     def _tell_progress(parking: PartitionParking) -> None:
         parking.progress_timer = None
+        parking.told = parking.partition.index.snapshot()
         for parked in parking.waits.values():
             parked.progress_due = True
             parked.wake.set()
@@ -181,4 +297,11 @@ class Desk:
         for run in self.runs:
             due = run.next_expiry()
             if due is not None and due <= at.now:
-                self.changed(run, *run.expire(at))
+                over = run.expired(at)
+                changed = run.expire(over, at)
+                if over:
+                    expire = st.Expire(
+                        claims=over.claims, leases=over.leases, retained=over.retained, uploads=over.uploads
+                    )
+                    self.record(run, st.Record(expire=expire), at)
+                self.changed(run, *changed)

@@ -9,6 +9,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from services.buffer.domain.depth import Counts
 from services.buffer.domain.events import GroupEvent
 from services.buffer.domain.partition import Partition
 from services.buffer.domain.refill import RefillClaim
@@ -64,6 +65,8 @@ class PartitionParking:
         self.claims: OrderedDict[int, Parked] = OrderedDict()
         self.depth_watches: set[Parked] = set()
         self.progress_timer: asyncio.TimerHandle | None = None
+        # What was gathered and told last: that a call was parked is no progress to the others.
+        self.told: Counts | None = None
 
     def __iter__(self) -> Iterator[Parked]:
         yield from self.waits.values()

@@ -1,8 +1,12 @@
 """What the replay buffer can be told."""
 
-from pydantic import Field
+from pathlib import Path
+from typing import Self
+
+from pydantic import Field, model_validator
 
 from services.runtime.config import ServiceSettings, Strings, settings_config
+from services.runtime.journal import DURABILITY_HELP, Durability
 
 
 class BufferSettings(ServiceSettings):
@@ -15,3 +19,28 @@ class BufferSettings(ServiceSettings):
         min_length=1,
         description="Where to listen: HOST:PORT, [IPV6]:PORT or unix:/PATH. Port 0 takes a free port and prints it.",
     )
+    data_dir: Path | None = Field(
+        None,
+        description="Directory, on a local disk, for all that must survive a restart; without one nothing does, and "
+        "there are no checkpoints.",
+    )
+    durability: Durability | None = Field(
+        None,
+        description=f"With a data directory, {DURABILITY_HELP}. Default: os with a data directory, else none.",
+    )
+    payload_memory: int = Field(
+        128 << 20, ge=0, description="Bytes of payloads kept in memory as a read cache over the data directory."
+    )
+
+    @model_validator(mode="after")
+    def _durable(self) -> Self:
+        if self.data_dir is None and self.durability not in (None, Durability.NONE):
+            raise ValueError(f"durability: {self.durability} needs a data_dir")
+        return self
+
+    @property
+    def level(self) -> Durability:
+        """The durability that holds."""
+        if self.durability is not None:
+            return self.durability
+        return Durability.NONE if self.data_dir is None else Durability.OS

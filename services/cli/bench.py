@@ -21,6 +21,7 @@ from services.cli.running import run_async
 _BENCHES: Final = {
     "idle": Entry("services.cli.bench:idle", "Processor time while 100 calls are parked."),
     "journal": Entry("services.cli.bench:journal", "Records stored per second, and how long one takes."),
+    "buffer": Entry("services.cli.bench_buffer:buffer", "The replay buffer beside a bare server."),
 }
 
 _as_json: Final[Callable[[Any], Any]] = click.option(
@@ -51,7 +52,9 @@ def bench(context: click.Context, as_json: bool) -> None:
                 f"say it behind the name: turnout bench {context.invoked_subcommand} --json", context
             )
         return
-    for command in (idle, journal):
+    from services.cli.bench_buffer import buffer
+
+    for command in (idle, journal, buffer):
         context.invoke(command, as_json=as_json)
 
 
@@ -99,7 +102,12 @@ def journal(directory: Path | None, seconds: float, rounds: int, as_json: bool) 
 
 def _print(results: Iterable[Result], as_json: bool) -> None:
     for result in results:
-        if as_json:
-            click.echo(result.to_line())
-        else:
-            click.echo(f"{result.name}: {result.value:.4g} {result.unit} (bare: {result.baseline:.4g})")
+        show(result, as_json=as_json)
+
+
+def show(result: Result, *, as_json: bool) -> None:
+    """Print a result as soon as it is there."""
+    if as_json:
+        click.echo(result.to_line())
+    else:
+        click.echo(f"{result.name}: {result.value:.4g} {result.unit} (bare: {result.baseline:.4g})")

@@ -1,4 +1,4 @@
-"""`turnout buffer|engine|scheduler serve`: one service in this process.
+"""`turnout buffer|engine|scheduler serve`: one service in this process, and what else concerns one service.
 
 Invariants: each service is imported only by its own command; its options, environment variables and YAML keys come from
 its own settings model.
@@ -14,8 +14,8 @@ from services.cli.examples import with_examples
 from services.cli.lazy import Entry, LazyGroup
 
 
-def _group(name: str, what: str) -> LazyGroup:
-    entries = {"serve": Entry(f"services.cli.serve_{name}:serve", f"Run the {what} until SIGTERM or Ctrl-C.")}
+def _group(name: str, what: str, **more: Entry) -> LazyGroup:
+    entries = {"serve": Entry(f"services.cli.serve_{name}:serve", f"Run the {what} until SIGTERM or Ctrl-C."), **more}
     return LazyGroup(name, entries=entries, help=f"The {what}.", no_args_is_help=True)
 
 
@@ -28,6 +28,10 @@ def serve_help(text: str, *examples: str) -> str:
     return with_examples(body, *examples)
 
 
-buffer: Final[click.Command] = _group("buffer", "replay buffer")
+buffer: Final[click.Command] = _group(
+    "buffer",
+    "replay buffer",
+    audit=Entry("services.cli.buffer_audit:buffer_audit", "Account for every group, from a data directory."),
+)
 engine: Final[click.Command] = _group("engine", "engine controller, or with --agent the replicas of one node")
 scheduler: Final[click.Command] = _group("scheduler", "switch scheduler")

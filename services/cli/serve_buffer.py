@@ -15,6 +15,7 @@ from services.runtime.process import run_service
     help=serve_help(
         "Run the replay buffer until SIGTERM or Ctrl-C.",
         "turnout buffer serve",
+        "turnout buffer serve --data-dir /var/lib/turnout/buffer --durability fsync",
         "turnout buffer serve --listen 127.0.0.1:0 --metrics-listen 127.0.0.1:9100",
     ),
 )

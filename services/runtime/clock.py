@@ -49,6 +49,30 @@ class Clock(Protocol):
         ...
 
 
+class ContinuedClock:
+    """Another clock, its domain time moved so that it goes on from `now`, where an earlier process stopped."""
+
+    def __init__(self, clock: Clock, now: float) -> None:
+        self._clock = clock
+        self._ahead = now - clock.now()
+
+    @property
+    def scale(self) -> float:
+        return self._clock.scale
+
+    def now(self) -> float:
+        return self._clock.now() + self._ahead
+
+    def wall(self) -> float:
+        return self._clock.wall()
+
+    def call_at(self, when: float, callback: Callable[[], None]) -> Timer:
+        return self._clock.call_at(when - self._ahead, callback)
+
+    async def sleep(self, seconds: float) -> None:
+        await self._clock.sleep(seconds)
+
+
 LONGEST_TIMER_S: Final = 30 * 86400.0
 """Event loops refuse timers far in the future; what lies further away than this never comes due in one process."""
 

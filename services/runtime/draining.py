@@ -7,7 +7,8 @@ the reason DRAINING, which tells a client that repeating the call elsewhere or l
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 from services.runtime.errors import TurnoutError, unavailable
@@ -25,6 +26,7 @@ class Draining:
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
+        self._limits: set[asyncio.Timeout] = set()
 
     @property
     def is_set(self) -> bool:
@@ -34,6 +36,8 @@ class Draining:
     def set(self) -> None:
         """Begin to drain."""
         self._event.set()
+        for limit in self._limits:
+            end_now(limit)
 
     def check(self) -> None:
         """Raise UNAVAILABLE / DRAINING if the service is stopping."""
@@ -44,16 +48,31 @@ class Draining:
         """Return once the service is stopping."""
         await self._event.wait()
 
+    @contextmanager
+    def ending(self, limit: asyncio.Timeout) -> Iterator[None]:
+        """Let `limit`, which the running task has entered, end when the service stops: without a task of its own."""
+        self._limits.add(limit)
+        if self.is_set:
+            end_now(limit)
+        try:
+            yield
+        finally:
+            self._limits.discard(limit)
+
     async def race(self, awaitable: Awaitable[T]) -> T:
         """Return what `awaitable` gives, or cancel it and raise UNAVAILABLE / DRAINING if the service stops first."""
-        work = asyncio.ensure_future(awaitable)
-        stop = asyncio.ensure_future(self._event.wait())
+        limit = asyncio.timeout(None)
         try:
-            await asyncio.wait((work, stop), return_when=asyncio.FIRST_COMPLETED)
-            if work.done():
-                return work.result()
-            raise draining_error()
-        finally:
-            for task in (work, stop):
-                task.cancel()
-            await asyncio.gather(work, stop, return_exceptions=True)
+            async with limit:
+                with self.ending(limit):
+                    return await awaitable
+        except TimeoutError:
+            if limit.expired():
+                raise draining_error() from None
+            raise
+
+
+def end_now(limit: asyncio.Timeout) -> None:
+    """Let a timeout that was entered pass, unless it has."""
+    if not limit.expired():
+        limit.reschedule(asyncio.get_running_loop().time())

@@ -28,7 +28,9 @@ LIMIT: Final = 100_000
 
 
 @dataclass(frozen=True, slots=True)
-class _Answer:
+class Answer:
+    """An answer that was given at `at`."""
+
     call: str
     fingerprint: bytes
     at: float
@@ -60,7 +62,7 @@ class Answers:
     def __init__(self, ttl_s: float = TTL_S, limit: int = LIMIT) -> None:
         self._ttl_s = ttl_s
         self._limit = limit
-        self._kept: dict[str, OrderedDict[str, _Answer]] = {}
+        self._kept: dict[str, OrderedDict[str, Answer]] = {}
         self._at_work: dict[tuple[str, str], _AtWork] = {}
 
     async def once(
@@ -91,10 +93,22 @@ class Answers:
         self._at_work[key] = _AtWork(call, fingerprint, asyncio.Event())
         try:
             value = await execute()
-            self._keep(run_id, request_id, _Answer(call, fingerprint, now, value))
+            self._keep(run_id, request_id, Answer(call, fingerprint, now, value))
             return value
         finally:
             self._at_work.pop(key).ended.set()
+
+    def remember(self, run_id: str, call: str, request_id: str, fingerprint: bytes, at: float, value: object) -> None:
+        """Keep an answer that an earlier process gave at `at`."""
+        self._keep(run_id, request_id, Answer(call, fingerprint, at, value))
+
+    def kept(self, run_id: str) -> list[tuple[str, Answer]]:
+        """The kept answers of a run by request_id, oldest first; for `remember`."""
+        return list(self._kept.get(run_id, {}).items())
+
+    def runs(self) -> list[str]:
+        """The runs of which answers are kept."""
+        return list(self._kept)
 
     def forget_run(self, run_id: str) -> None:
         """Drop every answer of a run that is gone."""
@@ -104,7 +118,7 @@ class Answers:
         return sum(len(answers) for answers in self._kept.values())
 
     @staticmethod
-    def _check_same(request_id: str, first: _Answer | _AtWork, call: str, fingerprint: bytes) -> None:
+    def _check_same(request_id: str, first: Answer | _AtWork, call: str, fingerprint: bytes) -> None:
         if (first.call, first.fingerprint) != (call, fingerprint):
             raise invalid_argument(
                 "request_id",
@@ -114,7 +128,7 @@ class Answers:
                 first_call=first.call,
             )
 
-    def _find(self, run_id: str, request_id: str, now: float) -> _Answer | None:
+    def _find(self, run_id: str, request_id: str, now: float) -> Answer | None:
         answers = self._kept.get(run_id)
         if answers is None:
             return None
@@ -126,7 +140,7 @@ class Answers:
         answer = answers.get(request_id)
         return None if answer is None or answer.at + self._ttl_s <= now else answer
 
-    def _keep(self, run_id: str, request_id: str, answer: _Answer) -> None:
+    def _keep(self, run_id: str, request_id: str, answer: Answer) -> None:
         answers = self._kept.setdefault(run_id, OrderedDict())
         answers[request_id] = answer
         while len(answers) > self._limit:

@@ -12,7 +12,8 @@ import asyncio
 import inspect
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, aclosing
+from types import CoroutineType, TracebackType
 from typing import Any, Final, TypeAlias
 
 import grpc
@@ -21,7 +22,7 @@ import grpc.aio
 from services.runtime.draining import draining_error
 from services.runtime.errors import Code, TurnoutError, internal, invalid_argument, unavailable, unimplemented
 from services.runtime.logs import get_logger
-from services.runtime.metrics import CallMetrics
+from services.runtime.metrics import CallMetrics, MethodMetrics
 from services.runtime.statuses import abort
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
@@ -91,6 +92,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         self._log = get_logger(name)
         self._in_flight = in_flight
         self._metrics = metrics
+        # By method: its handler and that handler wrapped, since making the wrapping costs as much as a small call.
+        self._wrapped: dict[str, tuple[Handler, Handler]] = {}
         self.ready = False
         """Until the service has started, its calls (not those of health) are UNAVAILABLE / STARTING."""
 
@@ -100,43 +103,80 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler | None:
         handler = await continuation(handler_call_details)
-        # None: no such method, which gRPC answers with UNIMPLEMENTED.
-        return None if handler is None else _wrap(handler, self._around(str(handler_call_details.method)))
+        if handler is None:
+            # No such method, which gRPC answers with UNIMPLEMENTED.
+            return None
+        method = str(handler_call_details.method)
+        known = self._wrapped.get(method)
+        if known is None or known[0] is not handler:
+            metrics = self._metrics.of(method)
+            known = handler, _wrap(handler, lambda context: _Around(self, method, metrics, context))
+            self._wrapped[method] = known
+        return known[1]
 
-    def _around(self, method: str) -> Around:
-        @asynccontextmanager
-        async def around(context: Context) -> AsyncIterator[None]:
-            task = self._in_flight.enter(method)
-            with self._metrics.call(method, lambda: _code_name(context)):
-                try:
-                    if not (self.ready or method.startswith(_INFRASTRUCTURE)):
-                        raise unavailable("STARTING", "the service is starting; the call may be repeated")
-                    yield
-                except TurnoutError as error:
-                    await abort(context, error)
-                except grpc.aio.AbortError:
-                    raise
-                except asyncio.CancelledError as error:
-                    if self._in_flight.was_ended(task):
-                        task.uncancel()
-                        await abort(context, draining_error())
-                    if task.cancelling():
-                        # The caller cancelled, or its deadline or our grace has passed: gRPC has ended the call.
-                        raise
-                    # It leaked out of something that the handler awaited. gRPC would leave the call open for ever.
-                    await self._incident(context, method, error)
-                except Exception as error:
-                    if isinstance(error, NotImplementedError) and _code_name(context) == "UNIMPLEMENTED":
-                        # A generated base method: the service leaves the call out.
-                        await abort(context, unimplemented(method.rpartition("/")[2]))
-                    await self._incident(context, method, error)
+    async def failed(self, context: Context, method: str, task: asyncio.Task[Any], error: BaseException) -> None:
+        """End a call with the status that its error stands for; returns if the error itself ends it."""
+        if isinstance(error, TurnoutError):
+            await abort(context, error)
+        if isinstance(error, grpc.aio.AbortError):
+            return
+        if isinstance(error, asyncio.CancelledError):
+            if self._in_flight.was_ended(task):
+                task.uncancel()
+                await abort(context, draining_error())
+            if task.cancelling():
+                # The caller cancelled, or its deadline or our grace has passed: gRPC has ended the call.
+                return
+            # It leaked out of something that the handler awaited. gRPC would leave the call open for ever.
+            await self._incident(context, method, error)
+        if isinstance(error, Exception):
+            if isinstance(error, NotImplementedError) and _code_name(context) == "UNIMPLEMENTED":
+                # A generated base method: the service leaves the call out.
+                await abort(context, unimplemented(method.rpartition("/")[2]))
+            await self._incident(context, method, error)
 
-        return around
+    def enter(self, method: str) -> asyncio.Task[Any]:
+        """Note the running task as a call at work."""
+        return self._in_flight.enter(method)
 
     async def _incident(self, context: Context, method: str, error: BaseException) -> None:
         incident = secrets.token_hex(6)
         self._log.error("call failed unexpectedly", method=method, incident=incident, exc_info=error)
         await abort(context, internal("INTERNAL", "internal error", incident=incident))
+
+
+class _Around:
+    """One call, from the first byte of ours to the last. A class, since it is entered for every call."""
+
+    __slots__ = ("_began", "_context", "_interceptor", "_method", "_metrics", "_task")
+
+    def __init__(self, interceptor: CallInterceptor, method: str, metrics: MethodMetrics, context: Context) -> None:
+        self._interceptor = interceptor
+        self._method = method
+        self._metrics = metrics
+        self._context = context
+
+    async def __aenter__(self) -> None:
+        self._task = self._interceptor.enter(self._method)
+        self._began = self._metrics.began()
+        if not (self._interceptor.ready or self._method.startswith(_INFRASTRUCTURE)):
+            error = unavailable("STARTING", "the service is starting; the call may be repeated")
+            await self.__aexit__(type(error), error, None)
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        ended = ""
+        try:
+            if error is not None:
+                await self._interceptor.failed(self._context, self._method, self._task, error)
+                if isinstance(error, asyncio.CancelledError):
+                    ended = "CANCELLED"
+        except asyncio.CancelledError:
+            ended = "CANCELLED"
+            raise
+        finally:
+            self._metrics.ended(self._began, ended or _code_name(self._context))
 
 
 def _code_name(context: Context) -> str:
@@ -163,11 +203,15 @@ def _wrap(handler: Handler, around: Around) -> Handler:
             yield read(message)
 
     def encode(message: Any) -> bytes:
-        return message if write is None else write(message)
+        # A servicer may have serialised a large message itself, with fewer copies.
+        return message if write is None or isinstance(message, bytes) else write(message)
 
     async def answer(behavior: Any, request: Any, context: Context) -> bytes:
         answer = behavior(request, context)
-        return encode(await answer if inspect.isawaitable(answer) else answer)
+        # Nearly always a coroutine, and asking whether something can be awaited is slow.
+        if isinstance(answer, CoroutineType) or inspect.isawaitable(answer):
+            answer = await answer
+        return encode(answer)
 
     async def answer_all(behavior: Any, request: Any, context: Context) -> None:
         stream = behavior(request, context)

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from threading import Thread
 from typing import Final
 from wsgiref.simple_server import WSGIServer
@@ -47,22 +45,36 @@ class CallMetrics:
             "turnout_calls_in_flight", "Calls at work, parked ones too.", ["method"], registry=registry
         )
 
-    @contextmanager
-    def call(self, method: str, code: Callable[[], str]) -> Iterator[None]:
-        """Count one call of `method`; `code` is asked for the code it ended with."""
-        in_flight = self._in_flight.labels(method)
-        in_flight.inc()
-        begun = time.perf_counter()
-        ended = ""
-        try:
-            yield
-        except asyncio.CancelledError:
-            ended = "CANCELLED"
-            raise
-        finally:
-            in_flight.dec()
-            self._seconds.labels(method).observe(time.perf_counter() - begun)
-            self._total.labels(method, ended or code()).inc()
+    def of(self, method: str) -> MethodMetrics:
+        """Return what counts the calls of a method; to be kept, since finding the series again costs at every call."""
+        return MethodMetrics(self._in_flight.labels(method), self._seconds.labels(method), self._total, method)
+
+
+class MethodMetrics:
+    """Counts the calls of one method."""
+
+    __slots__ = ("_by_code", "_in_flight", "_method", "_seconds", "_total")
+
+    def __init__(self, in_flight: Gauge, seconds: Histogram, total: Counter, method: str) -> None:
+        self._in_flight = in_flight
+        self._seconds = seconds
+        self._total = total
+        self._method = method
+        self._by_code: dict[str, Counter] = {}
+
+    def began(self) -> float:
+        """A call begins; returns what `ended` asks for."""
+        self._in_flight.inc()
+        return time.perf_counter()
+
+    def ended(self, began: float, code: str) -> None:
+        """A call has ended with `code`."""
+        self._in_flight.dec()
+        self._seconds.observe(time.perf_counter() - began)
+        counter = self._by_code.get(code)
+        if counter is None:
+            counter = self._by_code[code] = self._total.labels(self._method, code)
+        counter.inc()
 
 
 class LoopLag:

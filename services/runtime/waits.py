@@ -14,7 +14,7 @@ from typing import Final
 from google.protobuf.duration_pb2 import Duration
 
 from services.runtime.clock import Clock
-from services.runtime.draining import Draining
+from services.runtime.draining import Draining, end_now
 from services.runtime.errors import invalid_argument
 
 MAX_WAIT_S: Final = 30 * 86400.0
@@ -71,16 +71,18 @@ async def park(event: asyncio.Event, deadline: float, *, clock: Clock, draining:
         return True
     if deadline <= clock.now():
         return False
-    passed = asyncio.get_running_loop().create_future()
-    timer = clock.call_at(deadline, lambda: None if passed.done() else passed.set_result(None))
-    waits = [asyncio.ensure_future(event.wait()), asyncio.ensure_future(draining.wait()), passed]
+    # No task and no future of its own: a thousand parked calls may be woken at once.
+    limit = asyncio.timeout(None)
     try:
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        timer.cancel()
-        for wait in waits:
-            wait.cancel()
-        await asyncio.gather(*waits, return_exceptions=True)
+        async with limit:
+            with draining.ending(limit):
+                timer = clock.call_at(deadline, lambda: end_now(limit))
+                try:
+                    await event.wait()
+                finally:
+                    timer.cancel()
+    except TimeoutError:
+        pass
     if event.is_set():
         return True
     draining.check()

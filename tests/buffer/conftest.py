@@ -7,12 +7,12 @@ from collections.abc import AsyncIterator
 import pytest
 
 from services.runtime.clock import ManualClock
-from tests.buffer.helpers import Buffer, Caller, running_buffer
+from tests.buffer.helpers import Buffer, Caller, checked_buffer
 
 
 @pytest.fixture
 async def buffer() -> AsyncIterator[Buffer]:
-    async with running_buffer() as running:
+    async with checked_buffer() as running:
         yield running
 
 
@@ -29,5 +29,5 @@ def clock() -> ManualClock:
 @pytest.fixture
 async def timed(clock: ManualClock) -> AsyncIterator[Buffer]:
     """A buffer whose domain time stands still until the test advances `clock`."""
-    async with running_buffer(clock) as running:
+    async with checked_buffer(clock) as running:
         yield running

@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import grpc
@@ -14,12 +16,19 @@ import pytest
 from google.protobuf.duration_pb2 import Duration
 
 from services.buffer.desk import Desk
+from services.buffer.domain.payloads import MemoryPayloadStore
+from services.buffer.memory import Memory
 from services.buffer.service import BufferService, build
 from services.buffer.settings import BufferSettings
+from services.buffer.storage.imaging import RunImaging
+from services.buffer.storage.keeper import SCHEMA
+from services.buffer.storage.loading import load
 from services.runtime.clock import Clock
 from services.runtime.errors import TurnoutError
 from services.runtime.host import ServiceHost
+from services.runtime.journal import open_journal
 from services.runtime.statuses import from_rpc_error
+from turnout.buffer.storage.v1 import storage_pb2 as st
 from turnout.buffer.v1 import buffer_pb2 as pb
 from turnout.buffer.v1 import buffer_pb2_grpc
 
@@ -239,6 +248,24 @@ class Caller:
                 found[-1] += answer.chunk
         return found
 
+    async def checkpoint(self, checkpoint_id: str = "", step: int = 0) -> pb.CheckpointResponse:
+        request = pb.CheckpointRequest(run_id=self.run_id, epoch=self.epoch, step=step, checkpoint_id=checkpoint_id)
+        return await self.stub.Checkpoint(request, timeout=CALL_S)
+
+    async def restore(self, checkpoint_id: str, request_id: str = "") -> pb.RestoreResponse:
+        request = pb.RestoreRequest(
+            run_id=self.run_id, epoch=self.epoch, checkpoint_id=checkpoint_id, request_id=request_id
+        )
+        return await self.stub.Restore(request, timeout=CALL_S)
+
+    async def checkpoints(self) -> list[pb.CheckpointInfo]:
+        request = pb.ListCheckpointsRequest(run_id=self.run_id)
+        return list((await self.stub.ListCheckpoints(request, timeout=CALL_S)).checkpoints)
+
+    async def verify(self, checkpoint_id: str) -> pb.CheckpointInfo:
+        request = pb.VerifyCheckpointRequest(run_id=self.run_id, checkpoint_id=checkpoint_id)
+        return (await self.stub.VerifyCheckpoint(request, timeout=CALL_S)).checkpoint
+
 
 @dataclass
 class Buffer:
@@ -262,6 +289,21 @@ class Buffer:
             # Parking is counted, not announced.
             while self.desk.parking(self.desk.runs.require(run_id)).parked != count:  # noqa: ASYNC110
                 await asyncio.sleep(0)
+
+
+@asynccontextmanager
+async def checked_buffer(clock: Clock | None = None, **settings: Any) -> AsyncIterator[Buffer]:
+    """A buffer that keeps what it knows; in the end a replay of that must come to the same."""
+    with TemporaryDirectory() as directory:
+        async with running_buffer(clock, data_dir=Path(directory), **settings) as running:
+            yield running
+            known = knowledge(running.desk.memory)
+        journal = await open_journal(Path(directory) / "journal", schema=SCHEMA)
+        memory = await load(journal, MemoryPayloadStore())
+        await journal.close()
+    # What the end of the service let go (waits, undelivered batches) is decided after the last look.
+    assert [run.run_id for run in memory.runs] == [run.run_id for run in running.desk.memory.runs]
+    assert knowledge(memory) == knowledge(running.desk.memory) or knowledge(memory) == known
 
 
 @asynccontextmanager
@@ -328,3 +370,24 @@ def snapshot(buffer: Buffer) -> Any:
             )
         )
     return runs
+
+
+def knowledge(memory: Memory) -> list[str]:
+    """Every part of the image of every run, in a fixed order, without the prefix of ids that a start changes."""
+    lines: list[str] = []
+    for run in memory.runs:
+        imaging = RunImaging(run, {call: answers.kept(run.run_id) for call, answers in memory.answers.items()})
+        for payloads, part in imaging.parts():
+            imaging.release(payloads)
+            copy = st.Part.FromString(part.SerializeToString())
+            if copy.HasField("run"):
+                copy.run.id_prefix = ""
+            if copy.HasField("answers"):
+                # Claims that have ended are not told to a repeat, so they are not loaded.
+                for answer in copy.answers.answers:
+                    living = [claim for claim in answer.claims if run.state.claims.get(claim) is not None]
+                    answer.claims[:] = living
+                    # The moment of the call, or that of its decision a little later.
+                    answer.at = 0.0
+            lines.append(str(copy))
+    return lines

@@ -470,6 +470,21 @@ async def test_leases_in_answers_are_wall_time() -> None:
         assert answer.time_scale == pytest.approx(0.1)
 
 
+async def test_a_call_that_parks_is_no_progress_to_the_others(buffer: Buffer, caller: Caller) -> None:
+    """A thousand waits that park one after the other would each tell all those before them that nothing happened."""
+    await caller.create()
+    waiting = [asyncio.create_task(caller.wait(1, max_wait=CALL_S, epoch=None))]
+    await buffer.until_parked(1)
+    parking = buffer.desk.parking(buffer.desk.runs.require("run")).partitions["train"]
+    while parking.progress_timer is not None:  # noqa: ASYNC110 - a timer of the loop tells nobody
+        await asyncio.sleep(0.01)
+    waiting.append(asyncio.create_task(caller.wait(1, max_wait=CALL_S, epoch=None)))
+    await buffer.until_parked(2)
+    assert parking.progress_timer is None
+    await caller.finish_new("a")
+    assert {(await told).outcome for told in waiting} == {"REACHED"}
+
+
 async def test_many_parked_waiters_cost_nothing(buffer: Buffer, caller: Caller) -> None:
     """100 waits parked on a quiet buffer must not be looked at until something happens."""
     await caller.create()

@@ -7,6 +7,7 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -106,7 +107,8 @@ async def finish(hooks: AsyncTrainerHooks, count: int) -> None:
 
 
 @asynccontextmanager
-async def stack(**engine: Any) -> AsyncIterator[Stack]:
+async def stack(data_dir: Path | None = None, **engine: Any) -> AsyncIterator[Stack]:
+    """The three services; the buffer keeps what it knows in `data_dir`, if there is one."""
     engine_settings = EngineSettings(
         listen=LISTEN,
         time_scale=SCALE,
@@ -120,7 +122,7 @@ async def stack(**engine: Any) -> AsyncIterator[Stack]:
         listen=LISTEN, time_scale=SCALE, transition_attempts=1, transition_backoff_s=0.0
     )
     async with (
-        build_buffer(BufferSettings(listen=LISTEN, time_scale=SCALE)) as buffer,
+        build_buffer(BufferSettings(listen=LISTEN, time_scale=SCALE, data_dir=data_dir)) as buffer,
         build_engine(engine_settings) as engine_host,
         build_scheduler(scheduler_settings) as scheduler,
     ):

@@ -28,6 +28,10 @@ class Arrivals:
         self._groups.append(group)
         self._present += 1
 
+    def present(self) -> list[Group]:
+        """The groups that have not left."""
+        return [group for group in self._groups if group.state not in _LEFT]
+
     def removed(self) -> None:
         """One of the groups has left."""
         self._present -= 1

@@ -4,6 +4,7 @@ Invariants: a trajectory is in at most one claim; all trajectories of a claim be
 claim's attempt; a claim without open trajectories is gone.
 """
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from services.buffer.domain.deadlines import Deadlines
@@ -57,6 +58,9 @@ class ClaimBook:
     def __len__(self) -> int:
         return len(self._claims)
 
+    def __iter__(self) -> Iterator[Claim]:
+        return iter(self._claims.values())
+
     def get(self, claim_id: str) -> Claim | None:
         """The living claim of that id."""
         return self._claims.get(claim_id)
@@ -99,6 +103,18 @@ class ClaimBook:
         """When the first claim ends."""
         return self._deadlines.next()
 
-    def take_expired(self, now: float) -> list[Claim]:
-        """Remove and return the claims whose time is over, earliest first."""
-        return [self._claims.pop(claim_id) for claim_id in self._deadlines.pop_due(now)]
+    def expired(self, now: float) -> list[str]:
+        """The claims whose time is over, earliest first; they are to be taken out now."""
+        return list(self._deadlines.pop_due(now))
+
+    def take(self, claim_ids: Iterable[str]) -> list[Claim]:
+        """Remove and return claims."""
+        taken = [self._claims.pop(claim_id) for claim_id in claim_ids]
+        for claim in taken:
+            self._deadlines.discard(claim.token.claim_id)
+        return taken
+
+    def restart(self, until: float) -> None:
+        """Let every claim live until `until`."""
+        for claim_id in self._claims:
+            self._deadlines.set(claim_id, until)

@@ -23,6 +23,10 @@ class Deadlines:
     def __len__(self) -> int:
         return len(self._at)
 
+    def names(self) -> list[str]:
+        """Whatever has a deadline."""
+        return list(self._at)
+
     def get(self, key: str) -> float | None:
         """When `key` ends, if it does."""
         return self._at.get(key)

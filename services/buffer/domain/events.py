@@ -30,9 +30,9 @@ class GroupEventKind(Enum):
     PROGRESS = 11
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class GroupEvent:
-    """One thing that happened to one group; `wall` in unix seconds."""
+    """One thing that happened to one group; `wall` in unix seconds. Not frozen, for the reason given in `outputs`."""
 
     sequence: int
     wall: float
@@ -101,6 +101,18 @@ class EventRing:
         else:
             self._events[(event.sequence - 1) % self._capacity] = event
         self.next_sequence += 1
+
+    def kept(self) -> list[GroupEvent]:
+        """The kept events in order."""
+        turn = (self.next_sequence - 1) % self._capacity if len(self._events) == self._capacity else 0
+        return [*self._events[turn:], *self._events[:turn]]
+
+    def restore(self, events: list[GroupEvent]) -> None:
+        """Take the events that `kept` gave, under their own numbers: from the first on, or as many as fit."""
+        self._events = list(events)
+        if len(events) == self._capacity:
+            for event in events:
+                self._events[(event.sequence - 1) % self._capacity] = event
 
     def read(self, sequence: int, limit: int) -> list[GroupEvent]:
         """Up to `limit` events from `sequence` on, empty if it is not there yet.

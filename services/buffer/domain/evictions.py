@@ -79,29 +79,30 @@ class EvictionSummary:
 class EvictionLog:
     """The evictions of a partition in order."""
 
-    __slots__ = ("_sealed", "_spans", "total")
+    __slots__ = ("sealed", "spans", "total")
 
     def __init__(self) -> None:
         self.total = EvictionSummary()
         # (position after it, summary), oldest first.
-        self._spans: list[tuple[int, EvictionSummary]] = []
-        self._sealed = True
+        self.spans: list[tuple[int, EvictionSummary]] = []
+        # Whether the next eviction begins a summary of its own.
+        self.sealed = True
 
     def record(self, reasons: Iterable[EvictionReason], span: int) -> None:
         """Count one evicted group of that span."""
         reasons = tuple(reasons)
         self.total.count(reasons, span)
-        if self._sealed:
-            self._spans.append((0, EvictionSummary()))
-            del self._spans[:-_MAX_SUMMARIES]
-            self._sealed = False
-        summary = self._spans[-1][1]
+        if self.sealed:
+            self.spans.append((0, EvictionSummary()))
+            del self.spans[:-_MAX_SUMMARIES]
+            self.sealed = False
+        summary = self.spans[-1][1]
         summary.count(reasons, span)
-        self._spans[-1] = (self.total.evicted, summary)
+        self.spans[-1] = (self.total.evicted, summary)
 
     def cursor(self) -> int:
         """The position now; evictions before and after it are never added up in one summary."""
-        self._sealed = True
+        self.sealed = True
         return self.total.evicted
 
     def check(self, cursor: int) -> None:
@@ -116,7 +117,7 @@ class EvictionLog:
         """What was evicted after `cursor`."""
         self.check(cursor)
         found = EvictionSummary()
-        for end, summary in reversed(self._spans):
+        for end, summary in reversed(self.spans):
             if end - summary.evicted < cursor:
                 break
             found.merge(summary)

@@ -9,7 +9,7 @@ Invariants:
 """
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -143,6 +143,21 @@ class Group:
         if self._reissued is None:
             self._reissued = {}
         self._reissued.setdefault(trajectory.attempt, deque()).append(index)
+
+    def reissued(self) -> list[int]:
+        """The re-issued trajectories in the order in which they are handed out."""
+        queues = self._reissued or {}
+        return [index for attempt in sorted(queues) for index in queues[attempt]]
+
+    def put_back(self, reissued: Iterable[int]) -> None:
+        """Count what its trajectories, filled in as they once were, make up."""
+        self.pending = sum(trajectory.state is TrajectoryState.PENDING for trajectory in self.trajectories)
+        self.finished = sum(trajectory.state is TrajectoryState.FINISHED for trajectory in self.trajectories)
+        self._partials = sum(bool(trajectory.partial) for trajectory in self.trajectories)
+        for index in reissued:
+            if self._reissued is None:
+                self._reissued = {}
+            self._reissued.setdefault(self.trajectories[index].attempt, deque()).append(index)
 
     @property
     def has_partials(self) -> bool:

@@ -144,6 +144,11 @@ class GroupIndex:
     def _oldest_kept(self, step: int, staleness: Staleness) -> int | None:
         return oldest_kept(staleness, step) if self._training else None
 
+    def sort_running(self) -> None:
+        """Put the running groups, entered in any order, into that of their first claims."""
+        running = sorted(self._started.values(), key=lambda group: (group.started_at, group.sequence))
+        self._started = OrderedDict((group.sequence, group) for group in running)
+
     def longest_running(self) -> Group | None:
         """The running group that was claimed longest ago."""
         return next(iter(self._started.values()), None)

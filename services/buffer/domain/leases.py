@@ -5,7 +5,7 @@ repeated request_id follows from how its lease ended. Ended leases are remembere
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -108,6 +108,29 @@ class LeaseBook:
             raise already_exists("ALREADY_COMMITTED", "the groups of this request were committed", **details)
         message = f"the lease of this request is {lease.state.name.lower()}"
         raise failed_precondition(f"LEASE_{lease.state.name}", message, **details)
+
+    def remembered(self) -> list[Lease]:
+        """All leases: the living ones, then those that ended, in the order in which they did."""
+        return [*self.live.values(), *self._ended.values()]
+
+    def restore(self, leases: Iterable[tuple[Lease, bool]], until: float) -> None:
+        """Enter leases as `remembered` gave them, each with whether its payloads are retained."""
+        for lease, retained in leases:
+            if lease.state is LeaseState.LIVE:
+                self.open(lease, until)
+                continue
+            self._leases[lease.lease_id] = self._ended[lease.lease_id] = lease
+            if lease.request_id:
+                self._by_request[lease.request_id] = lease
+            if retained:
+                self.retained.set(lease.lease_id, until)
+
+    def restart(self, until: float) -> None:
+        """Let everything that runs out run until `until`."""
+        for lease_id in self.live:
+            self.deadlines.set(lease_id, until)
+        for lease_id in self.retained.names():
+            self.retained.set(lease_id, until)
 
     def end(self, lease: Lease, state: LeaseState, now: float) -> None:
         """A live lease ends; the oldest ended ones are forgotten."""

@@ -65,8 +65,8 @@ class Partition:
         self.evictions = EvictionLog()
         self.waits = WaitBook()
         self.supply_ended = False
-        self._added = 0
-        self._committed = 0
+        self.added = 0
+        self.committed = 0
 
     @property
     def staleness(self) -> Staleness:
@@ -137,8 +137,23 @@ class Partition:
             self.arrivals.add(group)
             self.index.enter(group)
             self.log(GroupEventKind.ADDED, group, at, trajectories=group.size)
-        self._added += len(specs)
+        self.added += len(specs)
         state.groups += len(specs)
+
+    def put_back(self, group: Group) -> None:
+        """Enter a group that was added in an earlier life of the service; groups come in order of arrival."""
+        self.groups[group.group_id] = group
+        self.arrivals.add(group)
+        self.index.enter(group)
+        self.state.groups += 1
+        for payload in group.payloads():
+            self.state.payloads.adopt(payload)
+
+    def let_go(self) -> list[Group]:
+        """Forget the groups, since the run is no longer used; returns them for the caller to free in its time."""
+        groups = list(self.groups.values())
+        self.groups, self.arrivals, self.index = {}, Arrivals(), GroupIndex(training=self.training)
+        return groups
 
     # --------------------------------------------------------------------------------------------------------- leaving
 
@@ -150,6 +165,7 @@ class Partition:
                     self.state.claims.release(trajectory.claim_id, index)
 
     def _remove(self, group: Group, final: GroupState) -> None:
+        self.state.touch(self.name, group)
         self.index.leave(group)
         group.state = final
         del self.groups[group.group_id]
@@ -160,12 +176,13 @@ class Partition:
         """Sampled groups are consumed; their payloads stay until the lease lets them go."""
         for group in groups:
             self._remove(group, GroupState.COMMITTED)
-            self._committed += 1
+            self.committed += 1
             self.log(GroupEventKind.COMMITTED, group, at)
 
     def take_back(self, groups: Iterable[Group], at: Moment) -> None:
         """Sampled groups come back, with their place by age."""
         for group in groups:
+            self.state.touch(self.name, group)
             self.index.leave(group)
             group.come_back()
             self.index.enter(group)
@@ -212,6 +229,7 @@ class Partition:
         return tuple(reasons)
 
     def _evict(self, group: Group, step: int, reasons: tuple[EvictionReason, ...], at: Moment) -> None:
+        self.state.touch(self.name, group)
         self.end_claims(group)
         self._remove(group, GroupState.EVICTED)
         self.state.payloads.drop(group.payloads())
@@ -237,8 +255,8 @@ class Partition:
     def ledger(self) -> Ledger:
         """The account of every group that was ever added."""
         return Ledger(
-            added=self._added,
-            committed=self._committed,
+            added=self.added,
+            committed=self.committed,
             evicted=self.evictions.total.evicted,
             evicted_by_reason=self.evictions.total.by_reason.copy(),
             present=self.index.snapshot(),

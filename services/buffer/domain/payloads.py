@@ -5,30 +5,82 @@ the sum of the declared sizes of everything kept, external payloads included; a 
 that size and CRC. The bytes themselves are the business of a PayloadStore.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from itertools import islice
 from typing import Protocol
+
+from google_crc32c import extend
 
 from services.buffer.domain.deadlines import Deadlines
 from services.buffer.domain.ids import Ids
 from services.buffer.domain.outputs import InlinePayload, Output, Payload
-from services.runtime.errors import invalid_argument, not_found, require_id, resource_exhausted
+from services.runtime.errors import TurnoutError, invalid_argument, not_found, require_id, resource_exhausted
 
 # Larger payloads go through PutPayload: many inline ones travel in one message, whose size is bounded.
 MAX_INLINE_BYTES = 256 * 1024
 
 
+class Upload(Protocol):
+    """One payload on its way into a store; nothing of it can be read before `finish`."""
+
+    @property
+    def crc32c(self) -> int:
+        """CRC32C of what was taken so far."""
+
+    async def write(self, chunk: bytes) -> None:
+        """Take the next bytes, waiting while too many are in flight. Raises RESOURCE_EXHAUSTED / DISK_FULL."""
+
+    async def finish(self) -> None:
+        """Return once every byte is as durable as the store makes it; from then on the payload can be read."""
+
+    def abort(self) -> None:
+        """Forget what came; after `finish` it does nothing."""
+
+
 class PayloadStore(Protocol):
     """Where the bytes of the buffer's own payloads are."""
 
-    def put(self, payload_id: str, data: bytes) -> None:
-        """Keep `data` under a new id."""
+    def put(self, payload_id: str, data: bytes, crc32c: int) -> None:
+        """Keep `data`, whose CRC32C is given; of an id that is kept already (a replayed record) the bytes stay.
 
-    def read(self, payload_id: str, offset: int, size: int) -> bytes:
-        """Up to `size` bytes from `offset` on; the id exists."""
+        It can be read at once and is written soon; until then it is the journal's record that makes it durable.
+        """
 
     def delete(self, payload_id: str) -> None:
-        """Forget the bytes of an id that exists."""
+        """Forget the bytes of an id. They go for good once what was decided so far is durable."""
+
+    def upload(self, payload_id: str) -> Upload:
+        """Begin to take a payload in parts, under an id that was never used."""
+
+    @property
+    def persistent(self) -> bool:
+        """Whether bytes outlive the process."""
+        ...
+
+    async def flush(self) -> None:
+        """Return once all that was put so far is durable without the records that brought it.
+
+        Raises RESOURCE_EXHAUSTED / DISK_FULL.
+        """
+
+    def retain(self, payload_ids: Iterable[str]) -> list[str]:
+        """Forget the bytes of every other id: at a start, those whose decision was never durable; returns the lost."""
+        ...
+
+    async def room(self) -> None:
+        """Wait until there is room for more bytes to `put`. Raises RESOURCE_EXHAUSTED / DISK_FULL."""
+
+    async def read(self, payload_id: str, offset: int, size: int) -> bytes:
+        """Some bytes from `offset` on, at least one and at most `size` unless the payload ends there.
+
+        Raises NOT_FOUND / PAYLOAD_NOT_FOUND, DATA_LOSS / PAYLOAD_DAMAGED.
+        """
+
+
+def payload_not_found(payload_id: str) -> TurnoutError:
+    """No payload of that id is kept."""
+    return not_found("PAYLOAD_NOT_FOUND", "no such payload", field="id", value=payload_id)
 
 
 class MemoryPayloadStore:
@@ -40,18 +92,59 @@ class MemoryPayloadStore:
     def __len__(self) -> int:
         return len(self._data)
 
-    def put(self, payload_id: str, data: bytes) -> None:
-        """Keep `data` under a new id."""
-        self._data[payload_id] = data
-
-    def read(self, payload_id: str, offset: int, size: int) -> bytes:
-        """Up to `size` bytes from `offset` on; the id exists."""
-        data = self._data[payload_id]
-        return data if not offset and size >= len(data) else data[offset : offset + size]
+    def put(self, payload_id: str, data: bytes, crc32c: int) -> None:
+        """Keep `data`."""
+        self._data.setdefault(payload_id, data)
 
     def delete(self, payload_id: str) -> None:
-        """Forget the bytes of an id that exists."""
-        del self._data[payload_id]
+        """Forget the bytes of an id."""
+        self._data.pop(payload_id, None)
+
+    def upload(self, payload_id: str) -> Upload:
+        """Begin to take a payload in parts."""
+        return _MemoryUpload(self, payload_id)
+
+    @property
+    def persistent(self) -> bool:
+        """They do not outlive the process."""
+        return False
+
+    async def flush(self) -> None:
+        """Nothing is made durable."""
+
+    def retain(self, payload_ids: Iterable[str]) -> list[str]:
+        """Forget the bytes of every other id."""
+        wanted = list(payload_ids)
+        self._data = {payload_id: self._data[payload_id] for payload_id in wanted if payload_id in self._data}
+        return [payload_id for payload_id in wanted if payload_id not in self._data]
+
+    async def room(self) -> None:
+        """There is room as long as there is memory."""
+
+    async def read(self, payload_id: str, offset: int, size: int) -> bytes:
+        """Up to `size` bytes from `offset` on. Raises NOT_FOUND / PAYLOAD_NOT_FOUND."""
+        data = self._data.get(payload_id)
+        if data is None:
+            raise payload_not_found(payload_id)
+        return data if not offset and size >= len(data) else data[offset : offset + size]
+
+
+class _MemoryUpload:
+    def __init__(self, store: MemoryPayloadStore, payload_id: str) -> None:
+        self._store = store
+        self._payload_id = payload_id
+        self._chunks: list[bytes] = []
+        self.crc32c = 0
+
+    async def write(self, chunk: bytes) -> None:
+        self._chunks.append(chunk)
+        self.crc32c = extend(self.crc32c, chunk)
+
+    async def finish(self) -> None:
+        self._store.put(self._payload_id, b"".join(self._chunks), self.crc32c)
+
+    def abort(self) -> None:
+        self._chunks.clear()
 
 
 @dataclass(slots=True, eq=False)
@@ -64,13 +157,14 @@ class _Entry:
 class PayloadBook:
     """The payloads of one run."""
 
-    __slots__ = ("_entries", "_ids", "_store", "_uploads", "held")
+    __slots__ = ("_entries", "_ids", "_pins", "_store", "_uploads", "held")
 
     def __init__(self, store: PayloadStore, ids: Ids) -> None:
         self._store = store
         self._ids = ids
         self._entries: dict[str, _Entry] = {}
         self._uploads = Deadlines()
+        self._pins: dict[str, int] = {}
         self.held = 0
 
     def check_room(self, size: int, limit: int, field: str) -> None:
@@ -85,11 +179,12 @@ class PayloadBook:
                 cap=limit,
             )
 
-    def upload(self, data: bytes, crc32c: int, until: float) -> Payload:
-        """Keep uploaded bytes until `until`, or for as long as something names them."""
-        payload = self._store_new(InlinePayload(data, crc32c), holders=0)
-        self._uploads.set(payload.id, until)
-        return replace(payload, inline=False)
+    def uploaded(self, payload_id: str, size: int, crc32c: int, until: float) -> Payload:
+        """Count bytes that the store holds under a new id, until `until` or for as long as something names them."""
+        self._entries[payload_id] = _Entry(size, crc32c, 0)
+        self.held += size
+        self._uploads.set(payload_id, until)
+        return Payload(payload_id, size, crc32c)
 
     def check(self, field: str, payload: Payload | InlinePayload) -> int:
         """Raise unless the payload can be named; returns the bytes that naming it would add."""
@@ -116,7 +211,7 @@ class PayloadBook:
     def keep(self, payload: Payload | InlinePayload) -> Payload:
         """Name a payload that passed `check`."""
         if isinstance(payload, InlinePayload):
-            return self._store_new(payload, holders=1)
+            return self._store_new(payload)
         if payload.store:
             self.held += payload.size
         else:
@@ -126,16 +221,22 @@ class PayloadBook:
 
     def keep_outputs(self, outputs: Iterable[Output]) -> tuple[Output, ...]:
         """The outputs with every payload named; they passed `check_outputs`."""
-        return tuple(
-            output if output.payload is None else replace(output, payload=self.keep(output.payload))
-            for output in outputs
-        )
+        return tuple([self._keep_output(output) for output in outputs])
+
+    def _keep_output(self, output: Output) -> Output:
+        if output.payload is None:
+            return output
+        payload = self.keep(output.payload)
+        return Output(output.segments, output.prompt_tokens, output.rewards, payload, output.tags)
 
     def check_outputs(self, field: str, outputs: Iterable[Output]) -> None:
         """Raise unless every payload of the outputs can be named."""
         for position, output in enumerate(outputs):
-            if output.payload is not None:
-                self.check(f"{field}[{position}].payload", output.payload)
+            payload = output.payload
+            if isinstance(payload, InlinePayload) and len(payload.data) <= MAX_INLINE_BYTES:
+                continue  # Nearly all of them; the name of the field is for errors only.
+            if payload is not None:
+                self.check(f"{field}[{position}].payload", payload)
 
     def drop(self, payloads: Iterable[Payload]) -> int:
         """Something no longer names these; returns the bytes that are gone for good."""
@@ -150,36 +251,84 @@ class PayloadBook:
                 self._forget(payload.id)
         return before - self.held
 
-    def holds(self, payloads: Iterable[Payload]) -> bool:
-        """Whether all of these are still kept."""
-        return all(payload.store or payload.id in self._entries for payload in payloads)
+    def pin(self, payloads: Iterable[Payload]) -> None:
+        """Let the bytes of these stay in the own store until `unpin`, though nothing may name them any more by then.
 
-    def read(self, payload: Payload, offset: int, size: int) -> bytes:
-        """Up to `size` bytes of a payload of the own store, from `offset` on."""
-        return self._store.read(payload.id, offset, size)
+        Whoever reads them does this; it is no decision, and changes nothing that a decision depends on.
+        """
+        for payload in payloads:
+            if not payload.store:
+                self._pins[payload.id] = self._pins.get(payload.id, 0) + 1
+
+    def unpin(self, payloads: Iterable[Payload]) -> None:
+        """End a `pin`."""
+        for payload in payloads:
+            if payload.store:
+                continue
+            self._pins[payload.id] -= 1
+            if not self._pins[payload.id]:
+                del self._pins[payload.id]
+                if payload.id not in self._entries:
+                    self._store.delete(payload.id)
 
     def next_expiry(self) -> float | None:
         """When the first unnamed upload ends."""
         return self._uploads.next()
 
-    def expire(self, now: float) -> None:
-        """Forget the uploads that nobody named in time."""
-        for payload_id in self._uploads.pop_due(now):
+    def expired(self, now: float) -> list[str]:
+        """The uploads that nobody named in time; they are to be forgotten now."""
+        return list(self._uploads.pop_due(now))
+
+    def forget_uploads(self, payload_ids: Iterable[str]) -> None:
+        """Forget uploads that nobody named."""
+        for payload_id in payload_ids:
+            self._uploads.discard(payload_id)
             self._forget(payload_id)
 
-    def clear(self) -> None:
-        """Forget everything: the run is deleted."""
-        for payload_id in list(self._entries):
+    def uploads(self) -> list[Payload]:
+        """The uploads that nobody named yet."""
+        found = [(payload_id, self._entries[payload_id]) for payload_id in self._uploads.names()]
+        return [Payload(payload_id, entry.size, entry.crc32c) for payload_id, entry in found]
+
+    def restart(self, until: float) -> None:
+        """Let every upload live until `until`."""
+        for payload_id in self._uploads.names():
+            self._uploads.set(payload_id, until)
+
+    def adopt(self, payload: Payload, *, upload_until: float | None = None) -> None:
+        """Name a payload whose bytes the store has already, or, with a time, keep it as an upload."""
+        entry = None if payload.store else self._entries.get(payload.id)
+        if entry is None:
+            self.held += payload.size
+            if payload.store:
+                return
+            entry = self._entries[payload.id] = _Entry(payload.size, payload.crc32c, 0)
+        if upload_until is None:
+            entry.holders += 1
+        else:
+            self._uploads.set(payload.id, upload_until)
+
+    def ids(self) -> Collection[str]:
+        """Ids of everything that is kept in the own store."""
+        return self._entries.keys()
+
+    def clear(self, limit: int | None = None) -> bool:
+        """Forget everything, or up to `limit` payloads: the run is gone. Returns whether there is more."""
+        for payload_id in list(islice(self._entries, limit)):
             self._forget(payload_id)
+        if self._entries:
+            return True
         self.held = 0
+        return False
 
-    def _store_new(self, payload: InlinePayload, *, holders: int) -> Payload:
+    def _store_new(self, payload: InlinePayload) -> Payload:
         payload_id = self._ids.make("payload")
-        self._store.put(payload_id, payload.data)
-        self._entries[payload_id] = _Entry(payload.size, payload.crc32c, holders)
+        self._store.put(payload_id, payload.data, payload.crc32c)
+        self._entries[payload_id] = _Entry(payload.size, payload.crc32c, 1)
         self.held += payload.size
         return Payload(payload_id, payload.size, payload.crc32c, "", payload.content_type, inline=True)
 
     def _forget(self, payload_id: str) -> None:
         self.held -= self._entries.pop(payload_id).size
-        self._store.delete(payload_id)
+        if payload_id not in self._pins:
+            self._store.delete(payload_id)

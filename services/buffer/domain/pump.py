@@ -20,8 +20,12 @@ from services.buffer.domain.waits import StepWaits, Wait, WaitEnd, WaitOutcome
 
 @dataclass(slots=True)
 class Pumped:
-    """What the waits are to be told, in this order."""
+    """What was decided, in this order, and what the waits are to be told, in this order."""
 
+    evicted_at: int | None = None
+    made_claim: bool = False
+    leases: list[Lease] = field(default_factory=list)
+    sealed: bool = False
     refills: list[tuple[Wait, RefillClaim]] = field(default_factory=list)
     ended: list[tuple[Wait, WaitEnd]] = field(default_factory=list)
 
@@ -31,9 +35,12 @@ def pump(partition: Partition, at: Moment) -> Pumped:
     pumped = Pumped()
     trainers = partition.waits.trainers
     if trainers:
-        partition.evict_due(max(wait.step for wait in trainers.values()), at)
+        step = max(wait.step for wait in trainers.values())
+        if partition.evict_due(step, at):
+            pumped.evicted_at = step
         trainer = next(iter(trainers.values()))
         if not partition.supply_ended:
+            pumped.made_claim = partition.refill.free > 0
             shown = partition.refill.show(trainer.order, partition.state.ids)
             pumped.refills = [(trainer, claim) for claim in shown]
     for step, waits in partition.waits.steps():
@@ -52,7 +59,10 @@ def _meet(partition: Partition, step: int, waits: StepWaits, at: Moment, pumped:
     while waits.samples and not held and waits.samples[0].target <= reached:
         wait = waits.samples[0]
         reached -= wait.target
-        lease = _lease(partition, wait, at)
+        lease = take_lease(
+            partition, LeaseSpec(step, wait.target, wait.request_id, wait.fingerprint, wait.auto_commit), at
+        )
+        pumped.leases.append(lease)
         same = [other for other in waits.samples if wait.request_id and other.request_id == wait.request_id]
         for other in same or [wait]:
             _end(partition, other, WaitOutcome.REACHED, at, pumped, lease)
@@ -69,22 +79,36 @@ def _end(
     partition: Partition, wait: Wait, outcome: WaitOutcome, at: Moment, pumped: Pumped, lease: Lease | None = None
 ) -> None:
     partition.waits.remove(wait)
+    pumped.sealed = pumped.sealed or not partition.evictions.sealed
     pumped.ended.append((wait, end_of(partition, wait, outcome, at, lease)))
 
 
-def _lease(partition: Partition, wait: Wait, at: Moment) -> Lease:
-    groups = partition.index.oldest(wait.step, partition.staleness, wait.target)
+@dataclass(frozen=True, slots=True)
+class LeaseSpec:
+    """What a Sample takes: the `batch` oldest groups at `step`."""
+
+    step: int
+    batch: int
+    request_id: str = ""
+    fingerprint: bytes = b""
+    auto_commit: bool = False
+
+
+def take_lease(partition: Partition, spec: LeaseSpec, at: Moment) -> Lease:
+    """Lease a batch that is there."""
+    groups = partition.index.oldest(spec.step, partition.staleness, spec.batch)
     lease = Lease(
         partition.state.ids.make("lease"),
         partition.name,
-        wait.step,
+        spec.step,
         groups,
         tuple(group.group_id for group in groups),
-        wait.request_id,
-        wait.fingerprint,
-        auto_commit=wait.auto_commit,
+        spec.request_id,
+        spec.fingerprint,
+        auto_commit=spec.auto_commit,
     )
     for group in groups:
+        partition.state.touch(partition.name, group)
         partition.index.leave(group)
         group.lease(lease.lease_id)
         partition.index.enter(group)

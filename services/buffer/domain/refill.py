@@ -5,6 +5,7 @@ credit. A claim is shown to one wait at a time, keeps its id when it is shown ag
 """
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from services.buffer.domain.ids import Ids
@@ -42,6 +43,20 @@ class RefillBook:
     def unpaid(self) -> int:
         """Credits neither paid nor cancelled."""
         return self.created - self.paid - self.cancelled
+
+    def claims(self) -> list[RefillClaim]:
+        """The unpaid claims."""
+        return list(self._claims.values())
+
+    def ended(self) -> list[str]:
+        """Ids of the claims that are remembered as ended, oldest first."""
+        return list(self._ended)
+
+    def restore(self, claims: Iterable[RefillClaim], ended: Iterable[str]) -> None:
+        """Enter what `claims` and `ended` gave; nobody is shown any of it."""
+        self._claims = {claim.claim_id: claim for claim in claims}
+        self._ended = OrderedDict.fromkeys(ended)
+        self.forget_all_waits()
 
     def add(self, credits: int) -> None:
         """Owe more prompts."""

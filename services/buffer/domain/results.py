@@ -27,9 +27,9 @@ from services.buffer.domain.trajectory import Trajectory, TrajectoryState, cut_e
 from services.runtime.errors import TurnoutError, already_exists, failed_precondition, invalid_argument, require_id
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Result:
-    """What one trajectory produced."""
+    """What one trajectory produced. Not frozen, for the reason given in `outputs`."""
 
     group_id: str
     index: int
@@ -70,8 +70,10 @@ def finish(partition: Partition, result: Result, at: Moment) -> None:
     payloads = partition.state.payloads
     payloads.check_outputs("outputs", result.outputs)
 
+    partition.state.touch(partition.name, group)
     outputs = payloads.keep_outputs(result.outputs)
-    payloads.drop(kept_payloads(trajectory.partial))
+    if trajectory.partial:
+        payloads.drop(kept_payloads(trajectory.partial))
     started = group.state is GroupState.PENDING
     if started:
         partition.index.leave(group)
@@ -247,6 +249,7 @@ def _check_open(group: Group, trajectory: Trajectory, token: ClaimToken | None) 
 
 def _lose_attempt(partition: Partition, group: Group, failure: Failure, at: Moment) -> None:
     state = partition.state
+    state.touch(partition.name, group)
     trajectory = group.trajectories[failure.index]
     error = cut_error(failure.error)
     uses_attempt = failure.kind is not FailureKind.INTERRUPTED
@@ -273,6 +276,7 @@ def _lose_attempt(partition: Partition, group: Group, failure: Failure, at: Mome
 
 
 def _finish_group(partition: Partition, group: Group, at: Moment) -> None:
+    partition.state.touch(partition.name, group)
     partition.end_claims(group)
     _drop_partials(partition, group)
     partition.index.leave(group)
@@ -283,6 +287,7 @@ def _finish_group(partition: Partition, group: Group, at: Moment) -> None:
 
 
 def _fail_group(partition: Partition, group: Group, error: str, at: Moment) -> None:
+    partition.state.touch(partition.name, group)
     partition.end_claims(group)
     _drop_partials(partition, group)
     partition.index.leave(group)

@@ -37,6 +37,19 @@ _LARGEST_EPOCH = 2**62
 
 
 @dataclass(frozen=True, slots=True)
+class Expired:
+    """What time ended, by id: claims, sample leases, committed leases whose payloads go, uploads that nobody named."""
+
+    claims: Sequence[str] = ()
+    leases: Sequence[str] = ()
+    retained: Sequence[str] = ()
+    uploads: Sequence[str] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.claims or self.leases or self.retained or self.uploads)
+
+
+@dataclass(frozen=True, slots=True)
 class WaitSpec:
     """What a wait asks for; `sample` consumes `target` groups, otherwise the depth is only watched."""
 
@@ -314,25 +327,51 @@ class Run:
         parked = any(partition.waits.trainers for partition in self.partitions.values())
         return now if parked else self.state.contact_at
 
-    def expire(self, at: Moment) -> list[Partition]:
-        """End what is over; returns the partitions that changed."""
+    def expired(self, at: Moment) -> Expired:
+        """What is over; it is to be ended now. Leases of a trainer that was heard of since live on."""
         state = self.state
-        touched: dict[str, None] = {}
-        for claim in state.claims.take_expired(at.now):
-            results.expire(self.partitions[claim.partition], claim, at)
-            touched[claim.partition] = None
         extended = self._heard_at(at.now) + state.config.lease_times.sample
+        leases: list[str] = []
         for lease_id in list(state.leases.deadlines.pop_due(at.now)):
             if extended > at.now:
                 state.leases.deadlines.set(lease_id, extended)
-                continue
+            else:
+                leases.append(lease_id)
+        return Expired(
+            state.claims.expired(at.now),
+            leases,
+            list(state.leases.retained.pop_due(at.now)),
+            state.payloads.expired(at.now),
+        )
+
+    def expire(self, over: Expired, at: Moment) -> list[Partition]:
+        """End what is over; returns the partitions that changed."""
+        state = self.state
+        touched: dict[str, None] = {}
+        for claim in state.claims.take(over.claims):
+            results.expire(self.partitions[claim.partition], claim, at)
+            touched[claim.partition] = None
+        for lease_id in over.leases:
             lease = state.leases.live[lease_id]
             self._give_back(lease, LeaseState.EXPIRED, at)
             touched[lease.partition] = None
-        for lease_id in state.leases.retained.pop_due(at.now):
+        for lease_id in over.retained:
+            state.leases.retained.discard(lease_id)
             self._let_payloads_go(state.leases.require(lease_id))
-        state.payloads.expire(at.now)
+        state.payloads.forget_uploads(over.uploads)
         return [self.partitions[name] for name in touched]
+
+    def restart(self, id_prefix: str, at: Moment) -> None:
+        """The service began anew: nobody waits, and whatever runs out does so after its full time from now on."""
+        state = self.state
+        times = state.config.lease_times
+        state.ids.prefix = id_prefix
+        state.claims.restart(at.now + times.claim)
+        state.leases.restart(at.now + times.sample)
+        state.payloads.restart(at.now + times.payload)
+        self.contact(at)
+        for partition in self.partitions.values():
+            partition.refill.forget_all_waits()
 
     # --------------------------------------------------------------------------------------------------------- reading
 

@@ -39,6 +39,14 @@ class Runs:
             raise already_exists("RUN_EXISTS", message, field="run_id", value=run.run_id)
         self._runs[run.run_id] = run
 
+    def replace(self, run: Run) -> None:
+        """Let a run take the place of the one of its id."""
+        self._runs[run.run_id] = run
+
+    def forget_all(self) -> None:
+        """Forget every run, and leave what they keep outside as it is."""
+        self._runs.clear()
+
     def remove(self, run: Run) -> None:
         """Forget a run."""
         del self._runs[run.run_id]

@@ -5,13 +5,22 @@ the groups present in all partitions.
 """
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from services.buffer.domain.claims import ClaimBook
 from services.buffer.domain.config import RunConfig
 from services.buffer.domain.events import EventRing
+from services.buffer.domain.group import Group
 from services.buffer.domain.ids import Ids
 from services.buffer.domain.leases import LeaseBook
 from services.buffer.domain.payloads import PayloadBook
+
+
+class GroupWatcher(Protocol):
+    """Somebody who reads the groups little by little and must see each as it is now."""
+
+    def before_change(self, partition: str, group: Group) -> None:
+        """The group of that partition is about to change."""
 
 
 @dataclass(slots=True, eq=False)
@@ -29,3 +38,9 @@ class RunState:
     events: EventRing = field(default_factory=EventRing)
     claims: ClaimBook = field(default_factory=ClaimBook)
     leases: LeaseBook = field(default_factory=LeaseBook)
+    watchers: tuple[GroupWatcher, ...] = ()
+
+    def touch(self, partition: str, group: Group) -> None:
+        """Every change of a group of that partition is announced here before it is made."""
+        for watcher in self.watchers:
+            watcher.before_change(partition, group)

@@ -29,6 +29,7 @@ def claim(partition: Partition, group: Group, worker_id: str, limit: int, at: Mo
     """Hand up to `limit` trajectories of one attempt of `next_group` to a worker."""
     state = partition.state
     claim_id = state.ids.make("claim")
+    state.touch(partition.name, group)
     if group.state is GroupState.PENDING:
         partition.index.leave(group)
         if partition.training and reborn_at_claim(partition.staleness, state.step, group.born):

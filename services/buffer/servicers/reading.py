@@ -32,7 +32,9 @@ class ReadingCalls(BufferCalls):
         run, partition = self.place(request.run_id, request.partition)
         step = request.step if request.HasField("step") else run.state.step
         check_step(step)
-        return pb.GetSampleableCountResponse(depth=depth_to(partition.depth(step, self.desk.clock.now())))
+        response = pb.GetSampleableCountResponse(depth=depth_to(partition.depth(step, self.desk.clock.now())))
+        await self.desk.durable()
+        return response
 
     async def WatchDepth(self, request: pb.WatchDepthRequest, context: Context) -> AsyncIterator[pb.WatchDepthResponse]:
         """Stream the depth after every change that the reader keeps up with."""
@@ -51,6 +53,7 @@ class ReadingCalls(BufferCalls):
                 timeless = replace(depth, oldest_running_for=0.0)
                 if timeless != told:
                     told = timeless
+                    await self.desk.durable()
                     yield pb.WatchDepthResponse(depth=depth_to(depth))
                     if interval:
                         await self.draining.race(clock.sleep(interval))
@@ -81,6 +84,7 @@ class ReadingCalls(BufferCalls):
                 parked.wake.clear()
                 while batch := events.read(sequence, EVENTS_PER_MESSAGE):
                     sequence += len(batch)
+                    await self.desk.durable()
                     yield pb.WatchGroupsResponse(events=map(event_to, batch))
                 if parked.progress:
                     progress = list(parked.progress.values())
@@ -95,7 +99,9 @@ class ReadingCalls(BufferCalls):
         """Read one group."""
         _, partition = self.place(request.run_id, request.partition)
         group = partition.require(require_id("group_id", request.group_id))
-        return pb.GetGroupResponse(group=group_to(partition, group))
+        response = pb.GetGroupResponse(group=group_to(partition, group))
+        await self.desk.durable()
+        return response
 
     async def ListGroups(self, request: pb.ListGroupsRequest, context: Context) -> pb.ListGroupsResponse:
         """Page through the groups in order of arrival."""
@@ -118,18 +124,20 @@ class ReadingCalls(BufferCalls):
                 more = True
                 break
             messages.append(shown)
-        return pb.ListGroupsResponse(
+        response = pb.ListGroupsResponse(
             groups=messages,
             next_page_token=str(messages[-1].sequence) if more else "",
             event_sequence=run.state.events.next_sequence - 1,
         )
+        await self.desk.durable()
+        return response
 
     async def GetLedger(self, request: pb.GetLedgerRequest, context: Context) -> pb.GetLedgerResponse:
         """Account for every group ever added."""
-        if not request.partition:
-            return ledger_to(self.run(request.run_id).ledger())
-        _, partition = self.place(request.run_id, request.partition)
-        return ledger_to(partition.ledger())
+        run = self.run(request.run_id)
+        ledger = run.partition(request.partition).ledger() if request.partition else run.ledger()
+        await self.desk.durable()
+        return ledger_to(ledger)
 
 
 def _page_after(token: str) -> int:

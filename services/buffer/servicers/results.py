@@ -2,33 +2,44 @@
 
 from collections.abc import AsyncIterator, Iterable
 
+from services.buffer import commands
+from services.buffer.commands import each
 from services.buffer.domain import results
 from services.buffer.domain.events import GroupEvent
+from services.buffer.domain.moment import Moment
 from services.buffer.domain.partition import Partition
 from services.buffer.domain.run import Run
-from services.buffer.servicers.base import BufferCalls, Context, each, optional_epoch
-from services.buffer.wire.groups import failure_from, progress_from, result_from
+from services.buffer.servicers.base import BufferCalls, Context, optional_epoch
+from services.buffer.wire.groups import progress_from
 from services.runtime.errors import invalid_argument
+from turnout.buffer.storage.v1 import storage_pb2 as st
 from turnout.buffer.v1 import buffer_pb2 as pb
 
 
 class ResultCalls(BufferCalls):
     """FinishTrajectories, FinishStream, FailTrajectories, FinishGroup, FailGroup, ReportProgress."""
 
-    def _finish(self, run: Run, partition: Partition, items: Iterable[pb.TrajectoryResult]) -> list[pb.ItemOutcome]:
-        at = self.desk.moment()
-        outcomes = each(items, lambda item: results.finish(partition, result_from(item), at))
-        self.desk.changed(run, partition)
-        return outcomes
+    def _settled(self, record: st.Record, outcomes: Iterable[pb.ItemOutcome]) -> bool:
+        """Whether a batch had an effect that must be recorded."""
+        return self.desk.journal is not None and (
+            bool(record.request_id) or any(not outcome.code for outcome in outcomes)
+        )
 
     async def FinishTrajectories(
         self, request: pb.FinishTrajectoriesRequest, context: Context
     ) -> pb.FinishTrajectoriesResponse:
         """Settle trajectories with their results."""
+        await self.admit()
         run, partition = self.place(request.run_id, request.partition)
 
-        def execute() -> pb.FinishTrajectoriesResponse:
-            return pb.FinishTrajectoriesResponse(outcomes=self._finish(run, partition, request.results))
+        def execute(record: st.Record) -> pb.FinishTrajectoriesResponse:
+            at = self.desk.moment()
+            outcomes = commands.finish(partition, request.results, at)
+            if self._settled(record, outcomes):
+                record.finish_trajectories = request.SerializeToString()
+                self.desk.record(run, record, at)
+            self.desk.changed(run, partition)
+            return pb.FinishTrajectoriesResponse(outcomes=outcomes)
 
         return await self.once(request.run_id, "FinishTrajectories", request, request.request_id, execute)
 
@@ -57,20 +68,32 @@ class ResultCalls(BufferCalls):
                 message = f"sequence must rise: {batch.sequence} follows {last}"
                 raise invalid_argument("batch.sequence", message, value=batch.sequence, reason="OUT_OF_RANGE")
             last = batch.sequence
+            await self.admit()
             run, partition = self.place(header.run_id, header.partition)
-            yield pb.FinishStreamResponse(sequence=batch.sequence, outcomes=self._finish(run, partition, batch.results))
+            at = self.desk.moment()
+            outcomes = commands.finish(partition, batch.results, at)
+            if self._settled(st.Record(), outcomes):
+                said = st.FinishBatch(partition=partition.name, batch=batch.SerializeToString())
+                self.desk.record(run, st.Record(finish_batch=said), at)
+            self.desk.changed(run, partition)
+            await self.desk.durable()
+            yield pb.FinishStreamResponse(sequence=batch.sequence, outcomes=outcomes)
 
     async def FailTrajectories(
         self, request: pb.FailTrajectoriesRequest, context: Context
     ) -> pb.FailTrajectoriesResponse:
         """Report failed attempts."""
+        await self.admit()
         run, partition = self.place(request.run_id, request.partition)
 
-        def execute() -> pb.FailTrajectoriesResponse:
+        def execute(record: st.Record) -> pb.FailTrajectoriesResponse:
             at = self.desk.moment()
-            outcomes = each(request.failures, lambda item: results.fail(partition, failure_from(item), at))
+            answer = commands.fail(run, request, at)
+            if self._settled(record, answer.outcomes):
+                record.fail_trajectories = request.SerializeToString()
+                self.desk.record(run, record, at)
             self.desk.changed(run, partition)
-            return pb.FailTrajectoriesResponse(outcomes=outcomes)
+            return answer
 
         return await self.once(request.run_id, "FailTrajectories", request, request.request_id, execute)
 
@@ -79,10 +102,12 @@ class ResultCalls(BufferCalls):
         run, partition = self.place(request.run_id, request.partition)
         trainer = self._trainer(run, request)
 
-        def execute() -> pb.FinishGroupResponse:
-            finished = results.finish_group(partition, request.group_id, self.desk.moment())
-            self._settled(run, partition, trainer=trainer)
-            return pb.FinishGroupResponse(finished_trajectories=finished)
+        def execute(record: st.Record) -> pb.FinishGroupResponse:
+            at = self.desk.moment()
+            answer = commands.finish_group(run, request, at)
+            record.finish_group = request.SerializeToString()
+            self._closed(run, partition, record, at, trainer=trainer)
+            return answer
 
         return await self.once(request.run_id, "FinishGroup", request, request.request_id, execute)
 
@@ -91,10 +116,12 @@ class ResultCalls(BufferCalls):
         run, partition = self.place(request.run_id, request.partition)
         trainer = self._trainer(run, request)
 
-        def execute() -> pb.FailGroupResponse:
-            results.fail_group(partition, request.group_id, request.error, self.desk.moment())
-            self._settled(run, partition, trainer=trainer)
-            return pb.FailGroupResponse()
+        def execute(record: st.Record) -> pb.FailGroupResponse:
+            at = self.desk.moment()
+            answer = commands.fail_group(run, request, at)
+            record.fail_group = request.SerializeToString()
+            self._closed(run, partition, record, at, trainer=trainer)
+            return answer
 
         return await self.once(request.run_id, "FailGroup", request, request.request_id, execute)
 
@@ -107,7 +134,8 @@ class ResultCalls(BufferCalls):
         run.check_epoch(epoch)
         return True
 
-    def _settled(self, run: Run, partition: Partition, *, trainer: bool) -> None:
+    def _closed(self, run: Run, partition: Partition, record: st.Record, at: Moment, *, trainer: bool) -> None:
+        self.desk.record(run, record, at)
         if trainer:
             self.desk.contact(run)
         self.desk.changed(run, partition)
@@ -122,5 +150,6 @@ class ResultCalls(BufferCalls):
             events.append(results.report_progress(partition, progress_from(item), at))
 
         outcomes = each(request.progress, report)
+        await self.desk.durable()
         self.desk.tell(run, events)
         return pb.ReportProgressResponse(outcomes=outcomes)

@@ -1,6 +1,6 @@
 """Calls that wait for depth, and the leases that Sample gives."""
 
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -15,6 +15,7 @@ from services.buffer.wire.scalars import int64
 from services.buffer.wire.waits import progress_to, refill_due_to, sample_done_to, sampled_to, wait_done_to
 from services.runtime.errors import invalid_argument, require_id, resource_exhausted
 from services.runtime.waits import deadline_after, duration_seconds, park, wait_budget
+from turnout.buffer.storage.v1 import storage_pb2 as st
 from turnout.buffer.v1 import buffer_pb2 as pb
 
 # Domain seconds between signs of life of a wait, and the least a caller may ask for.
@@ -76,8 +77,9 @@ class WaitCalls(BufferCalls):
                         for part in self._parts(run, event):
                             yield pb.SampleResponse(groups=part)
                         if event.lease is not None and spec.auto_commit:
-                            run.commit(event.lease.lease_id, self.desk.moment())
+                            self._commit(run, event.lease.lease_id)
                             self.desk.changed(run, partition)
+                            await self.desk.durable()
                         left = 0.0 if event.lease is None else run.lease_left(event.lease, self.desk.clock.now())
                         done = sample_done_to(event, training=partition.training, lease=self.wall(left))
                         yield pb.SampleResponse(done=done)
@@ -90,7 +92,7 @@ class WaitCalls(BufferCalls):
             message = sampled_to(group)
             length = message.ByteSize()
             if end.lease is not None and length + 1024 > self.max_message_bytes:
-                run.release(end.lease.lease_id, self.desk.moment())
+                self._release(run, end.lease.lease_id)
                 raise resource_exhausted(
                     "MANIFEST_TOO_LARGE",
                     f"the manifest of one group has {length} bytes, more than fits into a message",
@@ -115,7 +117,9 @@ class WaitCalls(BufferCalls):
         deadline = deadline_after(clock, wait_budget(asked, context.time_remaining()))
         self.draining.check()
         with self.desk.parking(run).slot():
+            sealed = partition.evictions.sealed
             wait, answered = run.open_wait(partition, spec, self.desk.moment(), trainer=trainer)
+            self.desk.sealed(run, partition, before=sealed)
             depth = partition.depth(spec.step, clock.now())
             parked = self.desk.park(run, partition, wait)
             parked.ended = answered
@@ -124,20 +128,25 @@ class WaitCalls(BufferCalls):
                 if trainer:
                     self.desk.contact(run, spec.step)
                 self.desk.changed(run, partition)
+                await self.desk.durable()
                 yield depth
                 told_at = clock.now()
                 while True:
                     while parked.refills:
+                        await self.desk.durable()
                         yield parked.refills.popleft()
                     parked.check()
                     if parked.ended is None and clock.now() >= deadline:
-                        parked.ended = run.time_out(partition, wait, self.desk.moment())
+                        parked.ended = self.desk.time_out(run, partition, wait)
                     if parked.ended is not None:
+                        await self.desk.durable()
                         break
                     if parked.progress_due or clock.now() >= told_at + interval:
                         parked.progress_due = False
                         told_at = clock.now()
-                        yield partition.depth(spec.step, told_at)
+                        reading = partition.depth(spec.step, told_at)
+                        await self.desk.durable()
+                        yield reading
                         continue
                     parked.wake.clear()
                     await park(parked.wake, min(deadline, told_at + interval), clock=clock, draining=self.draining)
@@ -152,20 +161,40 @@ class WaitCalls(BufferCalls):
         lease = parked.ended.lease if parked.ended is not None else None
         if delivered or lease is None or parked.wait.request_id or lease.lease_id not in run.state.leases.live:
             return
-        run.release(lease.lease_id, self.desk.moment())
+        if self.desk.runs.get(run.run_id) is not run:
+            return
+        self._release(run, lease.lease_id)
+
+    def _commit(self, run: Run, lease_id: str) -> Sequence[str]:
+        live = lease_id in run.state.leases.live
+        at = self.desk.moment()
+        group_ids = run.commit(lease_id, at)
+        if live:
+            self.desk.record(run, st.Record(commit=lease_id), at)
+        return group_ids
+
+    def _release(self, run: Run, lease_id: str) -> Sequence[str]:
+        live = lease_id in run.state.leases.live
+        at = self.desk.moment()
+        group_ids = run.release(lease_id, at)
+        if live:
+            self.desk.record(run, st.Record(release=lease_id), at)
+        return group_ids
 
     async def CommitSample(self, request: pb.CommitSampleRequest, context: Context) -> pb.CommitSampleResponse:
         """The leased groups are consumed."""
         run, lease_id = self._leased(request)
-        group_ids = run.commit(lease_id, self.desk.moment())
+        group_ids = self._commit(run, lease_id)
         self._ended(run, lease_id)
+        await self.desk.durable()
         return pb.CommitSampleResponse(group_ids=group_ids)
 
     async def ReleaseSample(self, request: pb.ReleaseSampleRequest, context: Context) -> pb.ReleaseSampleResponse:
         """The leased groups come back."""
         run, lease_id = self._leased(request)
-        group_ids = run.release(lease_id, self.desk.moment())
+        group_ids = self._release(run, lease_id)
         self._ended(run, lease_id)
+        await self.desk.durable()
         return pb.ReleaseSampleResponse(group_ids=group_ids)
 
     async def RenewSample(self, request: pb.RenewSampleRequest, context: Context) -> pb.RenewSampleResponse:
@@ -175,13 +204,18 @@ class WaitCalls(BufferCalls):
         message.lease.FromNanoseconds(round(self.wall(run.renew(lease_id, self.desk.moment())) * 1e9))
         self.desk.contact(run)
         self.desk.rearm(run)
+        await self.desk.durable()
         return message
 
     async def ReleasePayload(self, request: pb.ReleasePayloadRequest, context: Context) -> pb.ReleasePayloadResponse:
         """The payload bytes of a committed lease may go."""
         run, lease_id = self._leased(request)
+        had = bool(run.state.leases.require(lease_id).groups)
         freed = run.release_payload(lease_id)
+        if had:
+            self.desk.record(run, st.Record(release_payload=lease_id), self.desk.moment())
         self.desk.contact(run)
+        await self.desk.durable()
         return pb.ReleasePayloadResponse(bytes_released=int64(freed))
 
     def _leased(self, request: Any) -> tuple[Run, str]:

@@ -1,16 +1,22 @@
 """Calls that bring prompts in and hand trajectories out."""
 
+from services.buffer import commands
+from services.buffer.commands import each
 from services.buffer.domain import work
 from services.buffer.domain.claims import Claim
 from services.buffer.domain.config import MAX_GROUP_SIZE
 from services.buffer.domain.partition import Partition
 from services.buffer.domain.run import Run
-from services.buffer.servicers.base import BufferCalls, Context, each, optional_epoch, required_step
-from services.buffer.wire.groups import claim_size, claim_to, spec_from
+from services.buffer.servicers.base import BufferCalls, Context, optional_epoch, required_step
+from services.buffer.wire.groups import claim_size, claim_to
 from services.buffer.wire.outputs import token_from
-from services.runtime.errors import invalid_argument, require_id
+from services.runtime.errors import Code, TurnoutError, invalid_argument, require_id
+from services.runtime.logs import get_logger
 from services.runtime.waits import deadline_after, duration_seconds, park, wait_budget
+from turnout.buffer.storage.v1 import storage_pb2 as st
 from turnout.buffer.v1 import buffer_pb2 as pb
+
+_log = get_logger("buffer")
 
 # Below the 4 MiB that many clients accept.
 DEFAULT_CLAIM_BYTES = 3 << 20
@@ -25,23 +31,20 @@ class WorkCalls(BufferCalls):
 
     async def AddGroups(self, request: pb.AddGroupsRequest, context: Context) -> pb.AddGroupsResponse:
         """Admit prompts, all or none."""
+        await self.admit()
         run, partition = self.place(request.run_id, request.partition)
         run.check_epoch(optional_epoch(request))
         step = required_step(request)
 
-        def execute() -> pb.AddGroupsResponse:
-            specs = [spec_from(group, position) for position, group in enumerate(request.groups)]
-            remaining = run.add_groups(
-                partition,
-                specs,
-                step,
-                self.desk.moment(),
-                refill_claim_id=request.refill_claim_id if request.HasField("refill_claim_id") else None,
-                end_of_prompts=request.end_of_prompts,
-            )
+        def execute(record: st.Record) -> pb.AddGroupsResponse:
+            at = self.desk.moment()
+            answer = commands.add_groups(run, request, at)
+            if self.desk.journal is not None:
+                record.add_groups = request.SerializeToString()
+                self.desk.record(run, record, at)
             self.desk.contact(run, step)
             self.desk.changed(run, partition)
-            return pb.AddGroupsResponse(added=len(specs), refill_remaining=remaining)
+            return answer
 
         return await self.once(request.run_id, "AddGroups", request, request.request_id, execute)
 
@@ -60,8 +63,10 @@ class WorkCalls(BufferCalls):
         asked = duration_seconds(request.max_wait, "max_wait")
         deadline = deadline_after(self.desk.clock, wait_budget(asked, context.time_remaining()))
 
+        record = st.Record(claim=st.Claim(partition=partition.name, worker_id=request.worker_id))
+
         async def execute() -> list[Claim]:
-            claims = await self._claim(run, partition, request.worker_id, limit, room, deadline)
+            claims = await self._claim(run, partition, record, limit, room, deadline)
             if not claims:
                 raise _NoWork
             return claims
@@ -69,11 +74,12 @@ class WorkCalls(BufferCalls):
         try:
             if request.request_id:
                 require_id("request_id", request.request_id)
-                claims = await self.answers["ClaimGroups"].once(
+                record.request_id, record.fingerprint = request.request_id, self.content(request)
+                claims = await self.desk.memory.answers["ClaimGroups"].once(
                     request.run_id,
                     "ClaimGroups",
                     request.request_id,
-                    self.content(request),
+                    record.fingerprint,
                     self.desk.clock.now(),
                     execute,
                 )
@@ -81,14 +87,15 @@ class WorkCalls(BufferCalls):
                 claims = await execute()
         except _NoWork:
             claims = []
-        return pb.ClaimGroupsResponse(claims=self._living(run, claims))
+        await self.desk.durable()
+        return pb.ClaimGroupsResponse(claims=self._living(run, claims, await self._prompts(claims)))
 
     async def _claim(
-        self, run: Run, partition: Partition, worker_id: str, limit: int, room: int, deadline: float
+        self, run: Run, partition: Partition, record: st.Record, limit: int, room: int, deadline: float
     ) -> list[Claim]:
         """Claim at once, or park until there is work or the deadline has come."""
         self.draining.check()
-        claims = self._take(run, partition, worker_id, limit, room)
+        claims = self._take(run, partition, record, limit, room)
         if claims:
             self.desk.changed(run, partition)
         if claims or deadline <= self.desk.clock.now():
@@ -98,7 +105,7 @@ class WorkCalls(BufferCalls):
                 while await park(parked.wake, deadline, clock=self.desk.clock, draining=self.draining):
                     parked.check()
                     parked.wake.clear()
-                    claims = self._take(run, partition, worker_id, limit, room)
+                    claims = self._take(run, partition, record, limit, room)
                     if claims:
                         return claims
             return []
@@ -106,27 +113,51 @@ class WorkCalls(BufferCalls):
             # Only the first in the queue is woken: now that this one has left it, it is another's turn.
             self.desk.changed(run, partition)
 
-    def _take(self, run: Run, partition: Partition, worker_id: str, limit: int, room: int) -> list[Claim]:
-        """Claim what fits into the answer; one claim always does."""
+    def _take(self, run: Run, partition: Partition, record: st.Record, limit: int, room: int) -> list[Claim]:
+        """Claim what fits into the answer; one claim always does. `record` tells who claims and takes down what."""
         claims: list[Claim] = []
         at = self.desk.moment()
         while limit > 0 and (group := work.next_group(partition)) is not None:
             room -= claim_size(group, limit)
             if claims and room < 0:
                 break
-            claim = work.claim(partition, group, worker_id, limit, at)
+            claim = work.claim(partition, group, record.claim.worker_id, limit, at)
+            record.claim.takes.add(group_id=group.group_id, limit=limit)
             limit -= len(claim.open)
             claims.append(claim)
+        if claims:
+            self.desk.record(run, record, at)
         return claims
 
-    def _living(self, run: Run, claims: list[Claim]) -> list[pb.Claim]:
-        """The claims as messages; of a repeated answer, those that still live."""
+    async def _prompts(self, claims: list[Claim]) -> dict[str, bytes]:
+        """The inline prompts of the claims by payload id, those left out that are gone or cannot be read."""
+        prompts: dict[str, bytes] = {}
+        for claim in claims:
+            prompt = claim.group.prompt
+            if prompt is None or not prompt.inline or prompt.id in prompts:
+                continue
+            try:
+                data = await self.store.read(prompt.id, 0, prompt.size) if prompt.size else b""
+            except TurnoutError as error:
+                if error.code is not Code.NOT_FOUND:
+                    _log.error("prompt is lost", group_id=claim.group.group_id, reason=error.reason, **error.metadata)
+                continue
+            prompts[prompt.id] = data
+        return prompts
+
+    def _living(self, run: Run, claims: list[Claim], prompts: dict[str, bytes]) -> list[pb.Claim]:
+        """The claims as messages; of a repeated answer, those that still live.
+
+        A claim whose prompt cannot be read is not told either: it expires, and so the group fails in the end.
+        """
         now = self.desk.clock.now()
         messages: list[pb.Claim] = []
         for claim in claims:
             until = run.state.claims.until(claim.token.claim_id)
-            if until is not None:
-                messages.append(claim_to(claim, self.wall(until - now), self.read_inline))
+            prompt = claim.group.prompt
+            readable = prompt is None or not prompt.inline or prompt.id in prompts
+            if until is not None and readable:
+                messages.append(claim_to(claim, self.wall(until - now), lambda payload: prompts[payload.id]))
         return messages
 
     async def RenewClaims(self, request: pb.RenewClaimsRequest, context: Context) -> pb.RenewClaimsResponse:
@@ -134,6 +165,7 @@ class WorkCalls(BufferCalls):
         run = self.run(request.run_id)
         at = self.desk.moment()
         outcomes = each(request.tokens, lambda token: run.renew_claim(token_from(token), at))
+        await self.desk.durable()
         return pb.RenewClaimsResponse(outcomes=outcomes)
 
     async def DeclineRefill(self, request: pb.DeclineRefillRequest, context: Context) -> pb.DeclineRefillResponse:
@@ -141,22 +173,27 @@ class WorkCalls(BufferCalls):
         run, partition = self.place(request.run_id, request.partition)
         run.check_epoch(optional_epoch(request))
         require_id("refill_claim_id", request.refill_claim_id)
-        cancelled = run.decline_refill(partition, request.refill_claim_id)
+        answer = commands.decline_refill(run, request)
+        if answer.cancelled:
+            self.desk.record(run, st.Record(decline_refill=request.SerializeToString()), self.desk.moment())
         self.desk.contact(run)
         self.desk.changed(run, partition)
-        return pb.DeclineRefillResponse(cancelled=cancelled)
+        await self.desk.durable()
+        return answer
 
     async def EvictGroups(self, request: pb.EvictGroupsRequest, context: Context) -> pb.EvictGroupsResponse:
         """Remove groups on the caller's order."""
         run, partition = self.place(request.run_id, request.partition)
         run.check_epoch(optional_epoch(request))
 
-        def execute() -> pb.EvictGroupsResponse:
-            for position, group_id in enumerate(request.group_ids):
-                require_id(f"group_ids[{position}]", group_id)
-            counts = run.evict_groups(partition, request.group_ids, refill=request.refill, at=self.desk.moment())
+        def execute(record: st.Record) -> pb.EvictGroupsResponse:
+            at = self.desk.moment()
+            answer = commands.evict_groups(run, request, at)
+            if answer.evicted or record.request_id:
+                record.evict_groups = request.SerializeToString()
+                self.desk.record(run, record, at)
             self.desk.contact(run)
             self.desk.changed(run, partition)
-            return pb.EvictGroupsResponse(evicted=counts.evicted, missing=counts.missing, sampled=counts.sampled)
+            return answer
 
         return await self.once(request.run_id, "EvictGroups", request, request.request_id, execute)

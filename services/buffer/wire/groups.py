@@ -29,8 +29,14 @@ _REF_BYTES = 1600
 _ENTRY_BYTES = 16
 
 
+# What nearly every item of every batch is answered; fields of messages take copies of it.
+_FINE = pb.ItemOutcome()
+
+
 def outcome_to(error: TurnoutError | None) -> pb.ItemOutcome:
-    """How one item of a batch went."""
+    """How one item of a batch went; not to be changed."""
+    if error is None:
+        return _FINE
     outcome = outcome_of(error)
     return pb.ItemOutcome(code=outcome.code, reason=outcome.reason, message=outcome.message, metadata=outcome.metadata)
 

@@ -72,44 +72,77 @@ def tags_from(tags: Mapping[str, str]) -> Mapping[str, str]:
 
 def outputs_from(messages: Iterable[pb.Output], field: str) -> tuple[Output, ...]:
     """Outputs as they arrived; only what the wire can get wrong is checked."""
-    return tuple(_output_from(message, f"{field}[{position}]") for position, message in enumerate(messages))
+    return tuple([_output_from(message, field, position) for position, message in enumerate(messages)])
 
 
-def _output_from(message: pb.Output, field: str) -> Output:
+# The names of fields are put together only for errors: this is on the path of every result.
+def _output_from(message: pb.Output, field: str, position: int) -> Output:
+    rewards = message.rewards
     return Output(
-        segments=tuple(
-            Segment(
-                segment.tokens,
-                segment.weight_version if segment.HasField("weight_version") else None,
-                enum_of(SegmentEnd, segment.end, f"{field}.segments[{position}].end", SegmentEnd.COMPLETED),
-                # A few names over millions of segments.
-                intern(segment.replica_id),
-            )
-            for position, segment in enumerate(message.segments)
-        ),
-        prompt_tokens=message.prompt_tokens,
-        rewards={intern(name): value for name, value in message.rewards.items()} if message.rewards else NO_REWARDS,
-        payload=payload_from(message.payload, f"{field}.payload") if message.HasField("payload") else None,
-        tags=tags_from(message.tags),
+        tuple([_segment_from(segment, field, position, number) for number, segment in enumerate(message.segments)]),
+        message.prompt_tokens,
+        {intern(name): value for name, value in rewards.items()} if rewards else NO_REWARDS,
+        _output_payload_from(message.payload, field, position) if message.HasField("payload") else None,
+        tags_from(message.tags),
     )
+
+
+def _segment_from(message: pb.Segment, field: str, position: int, number: int) -> Segment:
+    end = SegmentEnd.COMPLETED
+    if message.end:
+        end = enum_of(SegmentEnd, message.end, f"{field}[{position}].segments[{number}].end", end)
+    return Segment(
+        message.tokens,
+        message.weight_version if message.HasField("weight_version") else None,
+        end,
+        # A few names over millions of segments.
+        intern(message.replica_id),
+    )
+
+
+def _output_payload_from(message: pb.Payload, field: str, position: int) -> Payload | InlinePayload:
+    if message.WhichOneof("source") == "inline":
+        data = message.inline
+        return InlinePayload(data, crc32c(data), intern(message.content_type))
+    return payload_from(message, f"{field}[{position}].payload")
 
 
 def output_to(output: Output) -> pb.Output:
     """A kept output, its payload as a reference."""
-    message = pb.Output(
-        prompt_tokens=output.prompt_tokens,
-        segments=[
-            pb.Segment(
-                tokens=segment.tokens,
-                weight_version=segment.weight_version,
-                end=pb.SegmentEnd.ValueType(segment.end.value),
-                replica_id=segment.replica_id,
-            )
-            for segment in output.segments
-        ],
-        rewards=output.rewards,
-        tags=output.tags,
-    )
-    if isinstance(output.payload, Payload):
-        message.payload.CopyFrom(payload_to(output.payload))
+    message = pb.Output()
+    write_output(output, message)
     return message
+
+
+# The wire numbers of ends, since the value of a member is slow to ask for.
+_END_NUMBERS = {end: pb.SegmentEnd.ValueType(end.value) for end in SegmentEnd}
+
+
+def write_output(output: Output, message: pb.Output) -> None:
+    """Write a kept output into an empty message where it stands: a batch has hundreds, and copies cost."""
+    if output.prompt_tokens:
+        message.prompt_tokens = output.prompt_tokens
+    for segment in output.segments:
+        written = message.segments.add()
+        written.tokens = segment.tokens
+        written.end = _END_NUMBERS[segment.end]
+        if segment.weight_version is not None:
+            written.weight_version = segment.weight_version
+        if segment.replica_id:
+            written.replica_id = segment.replica_id
+    if output.rewards:
+        rewards = message.rewards
+        for name, value in output.rewards.items():
+            rewards[name] = value
+    if output.tags:
+        message.tags.update(output.tags)
+    payload = output.payload
+    if isinstance(payload, Payload):
+        ref = message.payload.ref
+        ref.id = payload.id
+        ref.size = payload.size
+        ref.crc32c = payload.crc32c
+        if payload.store:
+            ref.store = payload.store
+        if payload.content_type:
+            message.payload.content_type = payload.content_type

@@ -5,6 +5,7 @@ field is sent as the largest that fits, never wrapped.
 """
 
 from enum import Enum
+from functools import cache
 from typing import TypeVar
 
 from google.protobuf.duration_pb2 import Duration
@@ -21,11 +22,17 @@ def enum_of(kind: type[E], number: int, field: str, default: E) -> E:
     """The domain value of a wire enum; 0 is the default."""
     if number == 0:
         return default
-    try:
-        return kind(number)
-    except ValueError:
+    member: E | None = members(kind).get(number)
+    if member is None:
         message = f"{field} has no value {number}"
-        raise invalid_argument(field, message, value=number, reason="UNKNOWN_ENUM_VALUE") from None
+        raise invalid_argument(field, message, value=number, reason="UNKNOWN_ENUM_VALUE")
+    return member
+
+
+@cache
+def members(kind: type[E]) -> dict[int, E]:
+    """The members by number; several times as fast as asking the class."""
+    return {member.value: member for member in kind}
 
 
 def int64(number: int) -> int:

@@ -8,7 +8,7 @@ from services.buffer.domain.manifest import trajectory_metrics
 from services.buffer.domain.refill import RefillClaim
 from services.buffer.domain.trajectory import TrajectoryState
 from services.buffer.domain.waits import WaitEnd
-from services.buffer.wire.outputs import output_to
+from services.buffer.wire.outputs import write_output
 from services.buffer.wire.scalars import duration, int64
 from turnout.buffer.v1 import buffer_pb2 as pb
 
@@ -105,7 +105,10 @@ def sampled_to(group: Group) -> pb.SampledGroup:
     )
     for index, trajectory in enumerate(group.trajectories):
         if trajectory.state is TrajectoryState.FINISHED:
-            message.trajectories.add(index=index, outputs=[output_to(output) for output in trajectory.outputs])
+            written = message.trajectories.add()
+            written.index = index
+            for output in trajectory.outputs:
+                write_output(output, written.outputs.add())
     return message
 
 

@@ -169,20 +169,27 @@ BAD: list[tuple[str, Request, Code, str]] = [
     ("ListGroups", pb.ListGroupsRequest(**PLACE, page_token="x"), Code.INVALID_ARGUMENT, "BAD_PAGE_TOKEN"),
     ("ListGroups", pb.ListGroupsRequest(**PLACE, states=[77]), Code.INVALID_ARGUMENT, "UNKNOWN_ENUM_VALUE"),  # type: ignore[list-item]
     ("GetLedger", pb.GetLedgerRequest(run_id="run", partition="no"), Code.NOT_FOUND, "PARTITION_NOT_FOUND"),
-    ("Checkpoint", pb.CheckpointRequest(run_id="run", epoch=1, step=1), Code.UNIMPLEMENTED, "UNIMPLEMENTED"),
-    ("Restore", pb.RestoreRequest(run_id="run", epoch=1, checkpoint_id="c"), Code.UNIMPLEMENTED, "UNIMPLEMENTED"),
-    ("ListCheckpoints", pb.ListCheckpointsRequest(run_id="run"), Code.UNIMPLEMENTED, "UNIMPLEMENTED"),
+    ("Checkpoint", pb.CheckpointRequest(run_id="run", epoch=1, step=-1), Code.INVALID_ARGUMENT, "OUT_OF_RANGE"),
+    ("Checkpoint", pb.CheckpointRequest(run_id="run", epoch=7, step=1), Code.FAILED_PRECONDITION, "UNKNOWN_EPOCH"),
+    (
+        "Restore",
+        pb.RestoreRequest(run_id="run", epoch=1, checkpoint_id="c"),
+        Code.NOT_FOUND,
+        "CHECKPOINT_NOT_FOUND",
+    ),
+    ("Restore", pb.RestoreRequest(run_id="run", epoch=1), Code.INVALID_ARGUMENT, "BAD_ID"),
+    ("ListCheckpoints", pb.ListCheckpointsRequest(run_id="no"), Code.NOT_FOUND, "RUN_NOT_FOUND"),
     (
         "VerifyCheckpoint",
         pb.VerifyCheckpointRequest(run_id="run", checkpoint_id="c"),
-        Code.UNIMPLEMENTED,
-        "UNIMPLEMENTED",
+        Code.NOT_FOUND,
+        "CHECKPOINT_NOT_FOUND",
     ),
     (
         "DeleteCheckpoint",
         pb.DeleteCheckpointRequest(run_id="run", checkpoint_id="c"),
-        Code.UNIMPLEMENTED,
-        "UNIMPLEMENTED",
+        Code.NOT_FOUND,
+        "CHECKPOINT_NOT_FOUND",
     ),
 ]
 STREAMS: list[tuple[str, Request, Code, str]] = [

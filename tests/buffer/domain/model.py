@@ -22,6 +22,10 @@ from services.buffer.domain.pump import Pumped
 from services.buffer.domain.results import Failure, FailureKind, Result
 from services.buffer.domain.run import Run, WaitSpec
 from services.buffer.domain.waits import Wait, WaitEnd
+from services.buffer.memory import Memory
+from services.buffer.storage.imaging import RunImaging
+from services.buffer.storage.loading import SnapshotReader
+from turnout.buffer.storage.v1 import storage_pb2 as st
 
 
 def config(
@@ -60,6 +64,20 @@ class World:
     @property
     def partition(self) -> Partition:
         return self.run.partition(self.name)
+
+    def restart(self) -> None:
+        """Write the run down, forget it, and read it back, as a service does with a snapshot."""
+        memory = Memory()
+        reader = SnapshotReader(memory, self.store)
+        reader.feed(st.Part(begin=st.Begin(now=self.now, created=1)))
+        imaging = RunImaging(self.run, {})
+        for payloads, part in imaging.parts():
+            imaging.release(payloads)
+            reader.feed(st.Part.FromString(part.SerializeToString()))
+        reader.finish()
+        self.run = memory.runs.require(self.run.run_id)
+        self.run.restart(self.run.state.ids.prefix + "x", self.at)
+        assert sorted(self.store.retain(self.run.state.payloads.ids())) == []
 
     def add(self, *group_ids: str, step: int = 0, size: int | None = None, **rest: Any) -> int:
         specs = [GroupSpec(group_id, size) for group_id in group_ids]

@@ -57,7 +57,7 @@ def test_the_log_grows_with_the_waits_and_not_with_the_groups(monkeypatch: pytes
         for _ in range(100):
             log.record([FAILED], 1)
         log.cursor()
-    assert len(log._spans) == 3
+    assert len(log.spans) == 3
     assert log.since(400).evicted == 100
     assert log.total.evicted == 500
 
@@ -120,28 +120,33 @@ def book() -> tuple[PayloadBook, MemoryPayloadStore]:
     return PayloadBook(store, Ids("t")), store
 
 
-def test_bytes_live_as_long_as_something_names_them() -> None:
+def upload(payloads: PayloadBook, store: MemoryPayloadStore, payload_id: str, data: bytes, until: float) -> Payload:
+    store.put(payload_id, data, 7)
+    return payloads.uploaded(payload_id, len(data), 7, until)
+
+
+async def test_bytes_live_as_long_as_something_names_them() -> None:
     payloads, store = book()
     kept = payloads.keep(InlinePayload(b"abc", 1))
-    uploaded = payloads.upload(b"defgh", 2, until=10.0)
+    uploaded = upload(payloads, store, "upload-1", b"defgh", until=10.0)
     assert (payloads.held, len(store)) == (8, 2)
     assert payloads.keep(uploaded) == uploaded
-    payloads.expire(20.0)
-    assert payloads.read(uploaded, 1, 3) == b"efg"
+    payloads.forget_uploads(payloads.expired(20.0))
+    assert await store.read(uploaded.id, 1, 3) == b"efg"
     payloads.keep(uploaded)
     assert payloads.drop([uploaded]) == 0
     assert payloads.drop([uploaded, kept]) == 8
     assert (payloads.held, len(store)) == (0, 0)
-    assert not payloads.holds([kept])
+    assert kept.id not in payloads.ids()
 
 
 def test_an_upload_that_nobody_names_goes() -> None:
     payloads, store = book()
-    payloads.upload(b"x", 1, until=5.0)
+    upload(payloads, store, "upload-1", b"x", until=5.0)
     assert payloads.next_expiry() == 5.0
-    payloads.expire(4.9)
+    payloads.forget_uploads(payloads.expired(4.9))
     assert len(store) == 1
-    payloads.expire(5.0)
+    payloads.forget_uploads(payloads.expired(5.0))
     assert (len(store), payloads.held, payloads.next_expiry()) == (0, 0, None)
 
 
@@ -150,7 +155,7 @@ def test_external_payloads_count_by_declared_size() -> None:
     external = Payload("key/1", 1000, 0, store="ray")
     assert payloads.check("p", external) == 1000
     payloads.keep(external)
-    assert (payloads.held, len(store), payloads.holds([external])) == (1000, 0, True)
+    assert (payloads.held, len(store)) == (1000, 0)
     assert payloads.drop([external]) == 1000
     payloads.keep(external)
     payloads.clear()
@@ -163,16 +168,16 @@ def test_external_payloads_count_by_declared_size() -> None:
         (InlinePayload(b"x" * (MAX_INLINE_BYTES + 1), 0), "PAYLOAD_TOO_LARGE"),
         (Payload("nope", 1, 1), "PAYLOAD_NOT_FOUND"),
         (Payload("", 1, 1), "PAYLOAD_NOT_FOUND"),
-        (Payload("payload-t-1", 4, 7), "PAYLOAD_MISMATCH"),
-        (Payload("payload-t-1", 3, 8), "PAYLOAD_MISMATCH"),
+        (Payload("upload-1", 4, 7), "PAYLOAD_MISMATCH"),
+        (Payload("upload-1", 3, 8), "PAYLOAD_MISMATCH"),
         (Payload("", 1, 1, store="ray"), "BAD_ID"),
         (Payload("k", -1, 1, store="ray"), "OUT_OF_RANGE"),
     ],
 )
 def test_a_payload_that_cannot_be_named_is_refused(payload: Payload | InlinePayload, reason: str) -> None:
-    payloads, _ = book()
-    payloads.upload(b"abc", 7, until=1.0)
-    assert payloads.check("p", Payload("payload-t-1", 3, 7)) == 0
+    payloads, store = book()
+    upload(payloads, store, "upload-1", b"abc", until=1.0)
+    assert payloads.check("p", Payload("upload-1", 3, 7)) == 0
     assert payloads.check("p", InlinePayload(b"x" * MAX_INLINE_BYTES, 0)) == MAX_INLINE_BYTES
     with pytest.raises(TurnoutError) as caught:
         payloads.check("p", payload)

@@ -173,9 +173,15 @@ class PartitionMachine(RuleBasedStateMachine):
             until = self.world.run.state.claims.until(claim.token.claim_id)
             if until is not None and until <= self.world.now:
                 self.groups[claim.group.group_id].failures.update(claim.open)
-        self.world.run.expire(self.world.at)
+        self.world.run.expire(self.world.run.expired(self.world.at), self.world.at)
         self._resync()
         self._pump()
+
+    @rule()
+    def service_restarts(self) -> None:
+        self.world.restart()
+        book = self.world.run.state.claims
+        self.claims = [book.get(claim.token.claim_id) or claim for claim in self.claims]
 
     @rule(by=st.integers(1, 2))
     def next_step(self, by: int) -> None:

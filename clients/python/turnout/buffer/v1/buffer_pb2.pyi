@@ -24,6 +24,9 @@ Conventions of this file, which hold for every call:
   * Domain time is the job's own time. It equals wall time except in tests and demos, where one domain second lasts
     `time_scale` wall seconds. max_wait, timeout, deadlines and every `lease` in an answer (time left) are wall time;
     all other durations are domain time.
+  * With a data directory an answer is as durable as the service's --durability says before it leaves. UNAVAILABLE /
+    JOURNAL_IO, JOURNAL_FSYNC_FAILED, RELOADING, RUN_REPLACED: the call may be repeated, and may have had its effect.
+    RESOURCE_EXHAUSTED / DISK_FULL: only what frees space is possible.
   * int64 is a bigint or a string in JavaScript, never a Number. An event or frame whose oneof is unset in a response
     comes from a newer service and is to be ignored; in a request it is INVALID_ARGUMENT / BAD_FRAME.
 """
@@ -3785,7 +3788,7 @@ class CheckpointInfo(google.protobuf.message.Message):
     step: builtins.int
     """Step it was taken for."""
     bytes: builtins.int
-    """Bytes it refers to."""
+    """Payload bytes in it."""
     @property
     def created_at(self) -> google.protobuf.timestamp_pb2.Timestamp:
         """When it was complete."""

@@ -254,7 +254,8 @@ class ReplayBufferServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def DeleteRun(self, request, context):
-        """DeleteRun forgets a run and everything in it. Parked waits of the run end with NOT_FOUND.
+        """DeleteRun forgets a run and everything in it. Parked waits of the run end with NOT_FOUND. Its checkpoints stay, for
+        a run that is created anew under its id, until DeleteCheckpoint.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -490,7 +491,11 @@ class ReplayBufferServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Checkpoint(self, request, context):
-        """Checkpoint saves a consistent image of the run while traffic goes on.
+        """Checkpoint saves an image of the run, as it is when the call begins, while traffic goes on: one file in the buffer's
+        data directory, payload bytes included. It is complete once this answers, and otherwise absent; saves of one run
+        follow one another. Errors of all calls on checkpoints: UNIMPLEMENTED by a buffer without a data directory; of this
+        one: ALREADY_EXISTS / CHECKPOINT_EXISTS, RESOURCE_EXHAUSTED / DISK_FULL, ABORTED / RUN_REPLACED if the run is
+        deleted or restored meanwhile.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -498,15 +503,20 @@ class ReplayBufferServicer(object):
 
     def Restore(self, request, context):
         """Restore replaces the run's content by a checkpoint: finished groups byte for byte, pending and running ones as
-        pending with prompt and tags and re-born, committed ones never. Errors: NOT_FOUND / CHECKPOINT_NOT_FOUND,
-        DATA_LOSS / CHECKPOINT_DAMAGED, FAILED_PRECONDITION / CHECKPOINT_INCOMPATIBLE naming the fields.
+        pending with prompt and tags and re-born at its step, leased ones as they were before, committed ones never. Claims,
+        leases and first answers are gone; the ledger, credits and eviction counters are those of the checkpoint; epoch and
+        configuration stay the run's own, and where they differ from the checkpoint's, the log says so. Parked calls end
+        UNAVAILABLE / RUN_RESTORED. It takes effect at once or not at all. Errors: NOT_FOUND / CHECKPOINT_NOT_FOUND,
+        DATA_LOSS / CHECKPOINT_DAMAGED, RESOURCE_EXHAUSTED / DISK_FULL, FAILED_PRECONDITION / CHECKPOINT_INCOMPATIBLE naming
+        the fields, comma-separated: config.partitions (names, kinds, group sizes) or config.trainer_mode differ, or the
+        checkpoint holds more than config.caps.max_groups or config.caps.max_bytes allow.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListCheckpoints(self, request, context):
-        """ListCheckpoints lists complete checkpoints, newest first.
+        """ListCheckpoints lists complete checkpoints, newest first. One whose end is damaged is not listed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -520,7 +530,7 @@ class ReplayBufferServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def DeleteCheckpoint(self, request, context):
-        """DeleteCheckpoint removes a checkpoint and the payload bytes that nothing else needs.
+        """DeleteCheckpoint removes a checkpoint. Errors: NOT_FOUND / CHECKPOINT_NOT_FOUND.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

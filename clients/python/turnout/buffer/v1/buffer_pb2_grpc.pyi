@@ -24,6 +24,9 @@ Conventions of this file, which hold for every call:
   * Domain time is the job's own time. It equals wall time except in tests and demos, where one domain second lasts
     `time_scale` wall seconds. max_wait, timeout, deadlines and every `lease` in an answer (time left) are wall time;
     all other durations are domain time.
+  * With a data directory an answer is as durable as the service's --durability says before it leaves. UNAVAILABLE /
+    JOURNAL_IO, JOURNAL_FSYNC_FAILED, RELOADING, RUN_REPLACED: the call may be repeated, and may have had its effect.
+    RESOURCE_EXHAUSTED / DISK_FULL: only what frees space is possible.
   * int64 is a bigint or a string in JavaScript, never a Number. An event or frame whose oneof is unset in a response
     comes from a newer service and is to be ignored; in a request it is INVALID_ARGUMENT / BAD_FRAME.
 """
@@ -966,7 +969,9 @@ class ReplayBufferStub(typing.Generic[_ReplayBufferCreateRunType, _ReplayBufferG
     """
 
     DeleteRun: _ReplayBufferDeleteRunType
-    """DeleteRun forgets a run and everything in it. Parked waits of the run end with NOT_FOUND."""
+    """DeleteRun forgets a run and everything in it. Parked waits of the run end with NOT_FOUND. Its checkpoints stay, for
+    a run that is created anew under its id, until DeleteCheckpoint.
+    """
 
     ListRuns: _ReplayBufferListRunsType
     """ListRuns lists all runs, by id."""
@@ -1103,22 +1108,32 @@ class ReplayBufferStub(typing.Generic[_ReplayBufferCreateRunType, _ReplayBufferG
     """GetLedger accounts for every group ever added: added = committed + evicted by reason + present."""
 
     Checkpoint: _ReplayBufferCheckpointType
-    """Checkpoint saves a consistent image of the run while traffic goes on."""
+    """Checkpoint saves an image of the run, as it is when the call begins, while traffic goes on: one file in the buffer's
+    data directory, payload bytes included. It is complete once this answers, and otherwise absent; saves of one run
+    follow one another. Errors of all calls on checkpoints: UNIMPLEMENTED by a buffer without a data directory; of this
+    one: ALREADY_EXISTS / CHECKPOINT_EXISTS, RESOURCE_EXHAUSTED / DISK_FULL, ABORTED / RUN_REPLACED if the run is
+    deleted or restored meanwhile.
+    """
 
     Restore: _ReplayBufferRestoreType
     """Restore replaces the run's content by a checkpoint: finished groups byte for byte, pending and running ones as
-    pending with prompt and tags and re-born, committed ones never. Errors: NOT_FOUND / CHECKPOINT_NOT_FOUND,
-    DATA_LOSS / CHECKPOINT_DAMAGED, FAILED_PRECONDITION / CHECKPOINT_INCOMPATIBLE naming the fields.
+    pending with prompt and tags and re-born at its step, leased ones as they were before, committed ones never. Claims,
+    leases and first answers are gone; the ledger, credits and eviction counters are those of the checkpoint; epoch and
+    configuration stay the run's own, and where they differ from the checkpoint's, the log says so. Parked calls end
+    UNAVAILABLE / RUN_RESTORED. It takes effect at once or not at all. Errors: NOT_FOUND / CHECKPOINT_NOT_FOUND,
+    DATA_LOSS / CHECKPOINT_DAMAGED, RESOURCE_EXHAUSTED / DISK_FULL, FAILED_PRECONDITION / CHECKPOINT_INCOMPATIBLE naming
+    the fields, comma-separated: config.partitions (names, kinds, group sizes) or config.trainer_mode differ, or the
+    checkpoint holds more than config.caps.max_groups or config.caps.max_bytes allow.
     """
 
     ListCheckpoints: _ReplayBufferListCheckpointsType
-    """ListCheckpoints lists complete checkpoints, newest first."""
+    """ListCheckpoints lists complete checkpoints, newest first. One whose end is damaged is not listed."""
 
     VerifyCheckpoint: _ReplayBufferVerifyCheckpointType
     """VerifyCheckpoint reads a checkpoint and checks every checksum, changing nothing."""
 
     DeleteCheckpoint: _ReplayBufferDeleteCheckpointType
-    """DeleteCheckpoint removes a checkpoint and the payload bytes that nothing else needs."""
+    """DeleteCheckpoint removes a checkpoint. Errors: NOT_FOUND / CHECKPOINT_NOT_FOUND."""
 
 ReplayBufferAsyncStub: typing_extensions.TypeAlias = ReplayBufferStub[
     grpc.aio.UnaryUnaryMultiCallable[
@@ -1311,7 +1326,9 @@ class ReplayBufferServicer(metaclass=abc.ABCMeta):
         request: turnout.buffer.v1.buffer_pb2.DeleteRunRequest,
         context: _ServicerContext,
     ) -> typing.Union[turnout.buffer.v1.buffer_pb2.DeleteRunResponse, collections.abc.Awaitable[turnout.buffer.v1.buffer_pb2.DeleteRunResponse]]:
-        """DeleteRun forgets a run and everything in it. Parked waits of the run end with NOT_FOUND."""
+        """DeleteRun forgets a run and everything in it. Parked waits of the run end with NOT_FOUND. Its checkpoints stay, for
+        a run that is created anew under its id, until DeleteCheckpoint.
+        """
 
     @abc.abstractmethod
     def ListRuns(
@@ -1593,7 +1610,12 @@ class ReplayBufferServicer(metaclass=abc.ABCMeta):
         request: turnout.buffer.v1.buffer_pb2.CheckpointRequest,
         context: _ServicerContext,
     ) -> typing.Union[turnout.buffer.v1.buffer_pb2.CheckpointResponse, collections.abc.Awaitable[turnout.buffer.v1.buffer_pb2.CheckpointResponse]]:
-        """Checkpoint saves a consistent image of the run while traffic goes on."""
+        """Checkpoint saves an image of the run, as it is when the call begins, while traffic goes on: one file in the buffer's
+        data directory, payload bytes included. It is complete once this answers, and otherwise absent; saves of one run
+        follow one another. Errors of all calls on checkpoints: UNIMPLEMENTED by a buffer without a data directory; of this
+        one: ALREADY_EXISTS / CHECKPOINT_EXISTS, RESOURCE_EXHAUSTED / DISK_FULL, ABORTED / RUN_REPLACED if the run is
+        deleted or restored meanwhile.
+        """
 
     @abc.abstractmethod
     def Restore(
@@ -1602,8 +1624,13 @@ class ReplayBufferServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[turnout.buffer.v1.buffer_pb2.RestoreResponse, collections.abc.Awaitable[turnout.buffer.v1.buffer_pb2.RestoreResponse]]:
         """Restore replaces the run's content by a checkpoint: finished groups byte for byte, pending and running ones as
-        pending with prompt and tags and re-born, committed ones never. Errors: NOT_FOUND / CHECKPOINT_NOT_FOUND,
-        DATA_LOSS / CHECKPOINT_DAMAGED, FAILED_PRECONDITION / CHECKPOINT_INCOMPATIBLE naming the fields.
+        pending with prompt and tags and re-born at its step, leased ones as they were before, committed ones never. Claims,
+        leases and first answers are gone; the ledger, credits and eviction counters are those of the checkpoint; epoch and
+        configuration stay the run's own, and where they differ from the checkpoint's, the log says so. Parked calls end
+        UNAVAILABLE / RUN_RESTORED. It takes effect at once or not at all. Errors: NOT_FOUND / CHECKPOINT_NOT_FOUND,
+        DATA_LOSS / CHECKPOINT_DAMAGED, RESOURCE_EXHAUSTED / DISK_FULL, FAILED_PRECONDITION / CHECKPOINT_INCOMPATIBLE naming
+        the fields, comma-separated: config.partitions (names, kinds, group sizes) or config.trainer_mode differ, or the
+        checkpoint holds more than config.caps.max_groups or config.caps.max_bytes allow.
         """
 
     @abc.abstractmethod
@@ -1612,7 +1639,7 @@ class ReplayBufferServicer(metaclass=abc.ABCMeta):
         request: turnout.buffer.v1.buffer_pb2.ListCheckpointsRequest,
         context: _ServicerContext,
     ) -> typing.Union[turnout.buffer.v1.buffer_pb2.ListCheckpointsResponse, collections.abc.Awaitable[turnout.buffer.v1.buffer_pb2.ListCheckpointsResponse]]:
-        """ListCheckpoints lists complete checkpoints, newest first."""
+        """ListCheckpoints lists complete checkpoints, newest first. One whose end is damaged is not listed."""
 
     @abc.abstractmethod
     def VerifyCheckpoint(
@@ -1628,6 +1655,6 @@ class ReplayBufferServicer(metaclass=abc.ABCMeta):
         request: turnout.buffer.v1.buffer_pb2.DeleteCheckpointRequest,
         context: _ServicerContext,
     ) -> typing.Union[turnout.buffer.v1.buffer_pb2.DeleteCheckpointResponse, collections.abc.Awaitable[turnout.buffer.v1.buffer_pb2.DeleteCheckpointResponse]]:
-        """DeleteCheckpoint removes a checkpoint and the payload bytes that nothing else needs."""
+        """DeleteCheckpoint removes a checkpoint. Errors: NOT_FOUND / CHECKPOINT_NOT_FOUND."""
 
 def add_ReplayBufferServicer_to_server(servicer: ReplayBufferServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -1,0 +1,61 @@
+"""Audit: the ledger of every partition, read from a data directory that no service has open.
+
+Invariant: it reads what a start of the service would read, and verifies what that would verify.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from services.buffer.domain.ledger import Ledger
+from services.buffer.domain.payloads import MemoryPayloadStore
+from services.buffer.storage.keeper import SCHEMA
+from services.buffer.storage.loading import load
+from services.runtime.errors import not_found
+from services.runtime.journal import open_journal
+from services.runtime.journal.files import JournalFiles
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionAudit:
+    """One partition; `step` and `epoch` are those of its run."""
+
+    run_id: str
+    partition: str
+    epoch: int
+    step: int
+    ledger: Ledger
+
+
+@dataclass(frozen=True, slots=True)
+class Audit:
+    """All partitions, after `position` records."""
+
+    position: int
+    lost: int
+    partitions: list[PartitionAudit]
+
+    @property
+    def balanced(self) -> bool:
+        """Whether every group is accounted for."""
+        return all(found.ledger.balanced for found in self.partitions)
+
+
+async def audit(data_dir: Path) -> Audit:
+    """Read a data directory. Raises NOT_FOUND, DATA_LOSS, FAILED_PRECONDITION / JOURNAL_LOCKED if it is in use."""
+    directory = data_dir / "journal"
+    if not JournalFiles(directory).hold_records():
+        raise not_found("JOURNAL_NOT_FOUND", f"{data_dir} holds no journal of a replay buffer")
+    journal = await open_journal(directory, schema=SCHEMA)
+    try:
+        # Bytes that came inline pass through; which bytes are there is not what a ledger tells.
+        memory = await load(journal, MemoryPayloadStore())
+        partitions = [
+            PartitionAudit(run.run_id, name, run.state.epoch, run.state.step, partition.ledger())
+            for run in memory.runs
+            for name, partition in run.partitions.items()
+        ]
+        return Audit(journal.position, journal.lost, partitions)
+    finally:
+        await journal.close()

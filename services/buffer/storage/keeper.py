@@ -1,0 +1,182 @@
+"""Keeper: the life of what is stored, from the start of a process to its end.
+
+Invariants: nothing is served before all that was stored is loaded and verified; damage ends the process with an error
+and never with an empty memory; after a failed commit memory is dropped and loaded again, after a failed sync the
+process exits. A snapshot is taken while calls are served, in slices so short that the event loop is never held up.
+"""
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+from services.buffer.desk import Desk
+from services.buffer.segments import SegmentOptions, SegmentStore
+from services.buffer.storage.checkpoints import Checkpoints
+from services.buffer.storage.collector import no_collections
+from services.buffer.storage.imaging import RunImaging, answers_part
+from services.buffer.storage.loading import load
+from services.buffer.storage.pauses import Pauses
+from services.runtime.errors import Code, TurnoutError, unavailable
+from services.runtime.idempotency import Answer
+from services.runtime.journal import Durability, Journal, JournalOptions, JournalState, open_journal
+from services.runtime.logs import get_logger
+from services.runtime.tasks import Tick
+from turnout.buffer.storage.v1 import storage_pb2 as st
+
+SCHEMA = "buffer/1"
+EXIT_FAILED = 1
+# Wall seconds between two attempts to load again, for example while the disk is full.
+RETRY_S = 1.0
+
+
+class Keeper:
+    """Keeps one desk in one data directory."""
+
+    def __init__(
+        self,
+        desk: Desk,
+        data_dir: Path,
+        journal: JournalOptions,
+        segments: SegmentOptions,
+        set_serving: Callable[[bool], None],
+        exit_process: Callable[[int], None] = os._exit,
+    ) -> None:
+        self._desk = desk
+        self._dir = data_dir
+        self._journal_options = journal
+        self._segment_options = segments
+        self._set_serving = set_serving
+        self._exit = exit_process
+        self._log = get_logger("buffer")
+        self._journal: Journal | None = None
+        self._store: SegmentStore | None = None
+        self.checkpoints = Checkpoints(data_dir / "checkpoints")
+
+    async def open(self) -> None:
+        """Load what is stored, and begin. Raises TurnoutError, OSError."""
+        self._dir.mkdir(parents=True, exist_ok=True)
+        await self.checkpoints.sweep()
+        self._journal = await open_journal(self._dir / "journal", schema=SCHEMA, options=self._journal_options)
+        if self._journal_options.durability is Durability.NONE:
+            return
+        if self._journal.lost:
+            self._log.error("the machine stopped and cost answered calls", records=self._journal.lost)
+        await self._load(self._journal)
+
+    async def _load(self, journal: Journal) -> None:
+        begun = time.perf_counter()
+        if self._store is not None:
+            await self._store.close()
+        self._store = await SegmentStore.open(
+            self._dir / "payloads", self._segment_options, settled=self._desk.durable, on_fatal=self._fatal
+        )
+        self._desk.store = self._store
+        with no_collections():
+            memory = await load(journal, self._store)
+        lost = self._store.retain(payload_id for run in memory.runs for payload_id in run.state.payloads.ids())
+        for payload_id in lost:
+            self._log.error("the bytes of a payload are lost", payload_id=payload_id)
+        self._desk.begin(memory, journal)
+        await self._desk.durable()
+        seconds = round(time.perf_counter() - begun, 3)
+        groups = sum(run.state.groups for run in memory.runs)
+        self._log.info("loaded", records=journal.position, groups=groups, seconds=seconds)
+
+    def _fatal(self, error: TurnoutError) -> None:
+        self._log.critical("the disk cannot be trusted; this process ends", error=str(error))
+        self._exit(EXIT_FAILED)
+
+    async def watch(self, tick: Tick) -> None:
+        """Load again after a failed commit; never returns."""
+        journal = self._journal
+        assert journal is not None
+        while True:
+            tick()
+            failure = await journal.failed()
+            self._set_serving(False)
+            self._desk.suspend(unavailable("RELOADING", "what is stored is read again; the call may be repeated"))
+            if failure.fatal:
+                self._fatal(failure.error)
+            self._log.error("a commit failed; loading again", error=str(failure.error))
+            while not await self._load_again(journal):  # noqa: ASYNC110 - the disk tells nobody when it has room
+                await asyncio.sleep(RETRY_S)
+            self._set_serving(True)
+
+    async def _load_again(self, journal: Journal) -> bool:
+        try:
+            if journal.state is JournalState.FAILED:
+                await journal.reopen()
+            await self._load(journal)
+        except (TurnoutError, OSError) as error:
+            if journal.state is JournalState.FATAL or (
+                isinstance(error, TurnoutError) and error.code is Code.DATA_LOSS
+            ):
+                self._log.critical("what is stored cannot be read; this process ends", error=str(error))
+                self._exit(EXIT_FAILED)
+            self._log.error("could not load again yet", error=str(error))
+            return False
+        return True
+
+    # -------------------------------------------------------------------------------------------------------- snapshots
+
+    async def compact(self, tick: Tick) -> None:
+        """Take a snapshot whenever the log has grown long; never returns."""
+        desk = self._desk
+        while True:
+            await desk.compaction_due.wait()
+            desk.compaction_due.clear()
+            begun = time.perf_counter()
+            try:
+                await self.snapshot()
+            except TurnoutError as error:
+                self._log.error("could not take a snapshot", error=str(error))
+                await asyncio.sleep(RETRY_S)
+            else:
+                self._log.info("took a snapshot", seconds=round(time.perf_counter() - begun, 3))
+            tick()
+
+    async def snapshot(self) -> None:
+        """Put a snapshot in place of the journal's records up to now."""
+        journal = self._journal
+        assert journal is not None
+        if journal.position == journal.snapshot_position:
+            return
+        async with self._desk.restoring:
+            # All of this in one turn: the image is that of this position.
+            position, memory = journal.position, self._desk.memory
+            begin = st.Part(begin=st.Begin(now=self._desk.clock.now(), created=memory.created))
+            orphans = [(call, answers.kept("")) for call, answers in memory.answers.items()]
+            imagings = [
+                RunImaging(run, {call: answers.kept(run.run_id) for call, answers in memory.answers.items()})
+                for run in memory.runs
+            ]
+        try:
+            await journal.snapshot(position, self._chunks(begin, imagings, orphans))
+        finally:
+            for imaging in imagings:
+                imaging.close()
+
+    async def _chunks(
+        self, begin: st.Part, imagings: list[RunImaging], orphans: list[tuple[str, list[tuple[str, Answer]]]]
+    ) -> AsyncIterator[bytes]:
+        """The parts of a snapshot; `orphans` are answers that outlive their run."""
+        pauses = Pauses()
+        yield begin.SerializeToString()
+        for imaging in imagings:
+            for payloads, part in imaging.parts():
+                imaging.release(payloads)
+                yield part.SerializeToString()
+                await pauses.breathe()
+        for call, kept in orphans:
+            yield answers_part("", call, kept).SerializeToString()
+        # The records that brought the bytes are given up for this snapshot.
+        await self._desk.store.flush()
+
+    async def close(self) -> None:
+        """Make everything durable and let go of the files."""
+        if self._journal is not None:
+            await self._journal.close()
+        if self._store is not None:
+            await self._store.close()
