@@ -147,8 +147,9 @@ class RunConfig(google.protobuf.message.Message):
     EXTERNAL_DATA_FIELD_NUMBER: builtins.int
     HYBRID_DEVICES_FIELD_NUMBER: builtins.int
     policy: builtins.str
-    """Policy: "off", "fixed" or "verl". Default "verl". Unknown: INVALID_ARGUMENT / UNKNOWN_POLICY, listing what exists. With
-    enable_switch false every policy acts as "off".
+    """Policy: "off", "fixed", "verl", "jit" (looks ahead from the progress of running requests), or "shadow:" and one of
+    them, which is evaluated while verl acts. Default "verl". Unknown: INVALID_ARGUMENT / UNKNOWN_POLICY, listing what
+    exists. With enable_switch false every policy acts as "off".
     """
     train_batch_size: builtins.int
     """Groups per step. Must be parameter_sync_step x mini_batch_size, at least 1."""
