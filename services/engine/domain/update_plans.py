@@ -53,12 +53,14 @@ class UpdatePlans(MemoryPlans):
         """Take part in a weight update; the plan makes it ready to receive."""
         memory_stays = keeps_memory(self.spec) is not None
         if kind is UpdateKind.AWAKE:
-            self._refuse_if(WEIGHTS in self.asleep_tags, "TAG_ASLEEP")
+            releases = kv_skip(self.spec) is None and KV_CACHE in self.state.resident_tags
+            # An engine gives up KV alone only while everything else is resident.
+            self._refuse_if(WEIGHTS in self.asleep_tags or (releases and bool(self.asleep_tags)), "TAG_ASLEEP")
             if keep and not self.state.paused:
                 calls: tuple[Call, ...] = (Pause(PauseMode.KEEP),)
             else:
                 calls = self._quiesce(PauseMode.ABORT)
-            if kv_skip(self.spec) is None and KV_CACHE in self.state.resident_tags:
+            if releases:
                 self._released_kv = True
                 calls = (*calls, *self._release().calls)
         else:

@@ -291,6 +291,13 @@ def test_updates_that_cannot_begin() -> None:
     assert reason(lambda: made(state=ASLEEP).open_update("u", UpdateKind.AWAKE, keep=False)) == "TAG_ASLEEP"
 
 
+def test_an_update_releases_kv_only_beside_everything_else() -> None:
+    """An engine with a third tag asleep was asked for a KV-only release, which engines refuse half-way."""
+    tags = AWAKE.declared_tags | {"cuda_graph"}
+    half_awake = replace(PAUSED, declared_tags=tags, resident_tags=tags - {"cuda_graph"})
+    assert reason(lambda: made(state=half_awake).open_update("u", UpdateKind.AWAKE, keep=False)) == "TAG_ASLEEP"
+
+
 def test_an_adapter_update_leaves_the_base_as_it_was() -> None:
     """Base and adapter have versions of their own; new adapter weights make caches old all the same."""
     replica = made(Role.STANDALONE, weight_version=3)
