@@ -38,10 +38,10 @@ class Job:
     policy: str = "verl"
     """Policy of the run; with switching off every policy acts as `off`."""
 
-    time_scale: float = 0.035
+    time_scale: float = 0.065
     """Wall seconds per domain second."""
 
-    steps: int = 5
+    steps: int = 3
     group_size: int = 8
     """Trajectories per prompt."""
 
