@@ -14,7 +14,7 @@ from services.buffer.servicers.base import BufferCalls, Context, optional_epoch,
 from services.buffer.wire.scalars import int64
 from services.buffer.wire.waits import progress_to, refill_due_to, sample_done_to, sampled_to, wait_done_to
 from services.runtime.errors import invalid_argument, require_id, resource_exhausted
-from services.runtime.waits import deadline_after, duration_seconds, park, wait_budget
+from services.runtime.waits import deadline_after, duration_of, duration_seconds, park, wait_budget
 from turnout.buffer.storage.v1 import storage_pb2 as st
 from turnout.buffer.v1 import buffer_pb2 as pb
 
@@ -200,8 +200,7 @@ class WaitCalls(BufferCalls):
     async def RenewSample(self, request: pb.RenewSampleRequest, context: Context) -> pb.RenewSampleResponse:
         """Extend a sample lease."""
         run, lease_id = self._leased(request)
-        message = pb.RenewSampleResponse()
-        message.lease.FromNanoseconds(round(self.wall(run.renew(lease_id, self.desk.moment())) * 1e9))
+        message = pb.RenewSampleResponse(lease=duration_of(self.wall(run.renew(lease_id, self.desk.moment()))))
         self.desk.contact(run)
         self.desk.rearm(run)
         await self.desk.durable()

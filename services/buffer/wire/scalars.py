@@ -12,6 +12,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from services.runtime.errors import invalid_argument
+from services.runtime.waits import duration_of
 
 E = TypeVar("E", bound=Enum)
 
@@ -42,9 +43,7 @@ def int64(number: int) -> int:
 
 def duration(seconds: float) -> Duration:
     """Seconds as a Duration; what lies in the past is 0."""
-    made = Duration()
-    made.FromNanoseconds(round(max(0.0, seconds) * 1e9))
-    return made
+    return duration_of(max(0.0, seconds))
 
 
 def timestamp(wall: float) -> Timestamp:
