@@ -10,7 +10,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
-from services.runtime.errors import Code, TurnoutError, failed_precondition, unavailable
+from services.runtime.errors import Code, TurnoutError, failed_precondition, invalid_argument, unavailable
 from services.runtime.waits import duration_of
 from services.scheduler.domain.run import Depth
 from services.scheduler.links import Link, errors_of, stream_of
@@ -52,8 +52,16 @@ class BufferPeer:
         self._timeout_s = timeout_s
 
     async def state(self) -> BufferState:
-        """Epoch and step of the run in the buffer."""
+        """Epoch and step of the run in the buffer.
+
+        Raises INVALID_ARGUMENT / VALIDATION_PARTITION if the partition is not one to train from: nothing in it is ever
+        evicted or refilled.
+        """
         answer = await self._call(self._stub.GetRun(buffer_pb2.GetRunRequest(run_id=self._run_id), timeout=self._t))
+        kinds = {partition.name: partition.kind for partition in answer.run.config.partitions}
+        if kinds.get(self._partition) == buffer_pb2.PARTITION_KIND_VALIDATION:
+            message = f"the buffer keeps validation groups in {self._partition!r}; a trainer needs a training partition"
+            raise invalid_argument("config.partition", message, value=self._partition, reason="VALIDATION_PARTITION")
         return BufferState(answer.run.epoch, answer.run.current_step)
 
     async def open_epoch(self, epoch: int) -> None:

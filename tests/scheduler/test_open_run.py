@@ -9,6 +9,7 @@ from services.runtime.errors import Code, failed_precondition, unavailable
 from services.scheduler.observer import Observer
 from tests.scheduler.fakes import FakeEngine, host_engine
 from tests.scheduler.world import Trainer, World, error_of, rest_of, run_config, wall, world
+from turnout.buffer.v1 import buffer_pb2
 from turnout.engine.v1 import engine_pb2
 from turnout.scheduler.v1 import events_pb2
 from turnout.scheduler.v1 import scheduler_pb2 as pb
@@ -50,6 +51,17 @@ async def test_a_dropped_open_run_is_finished_and_its_repeat_gets_the_answer() -
         await asyncio.sleep(0)
         gate.set()
         assert (await again).epoch == 1
+
+
+async def test_a_validation_partition_is_refused_before_anybody_is_fenced_off() -> None:
+    """Nothing in it is evicted or refilled, so a trainer of it would wait for ever."""
+    async with world() as w:
+        kind = buffer_pb2.PARTITION_KIND_VALIDATION
+        w.buffer.runs["run"].config.partitions.add(name="val", kind=kind)
+        error = await error_of(w.open(run_config(partition="val")))
+        assert (error.code, error.reason) == (Code.INVALID_ARGUMENT, "VALIDATION_PARTITION")
+        assert error.metadata["field"] == "config.partition"
+        assert w.buffer.runs["run"].epoch == w.engine.epoch == 0
 
 
 async def test_a_second_trainer_waits_for_the_lease_or_takes_over() -> None:

@@ -106,6 +106,7 @@ def check(config: RunConfig, create: PolicyFactory = policies.create) -> RunConf
     is legal alone but not with switching on.
     """
     require_id("config.partition", config.partition)
+    _check_devices(config.hybrid_devices)
     require_non_negative("config.num_warmup_batches", config.num_warmup_batches)
     if config.num_warmup_batches * config.train_batch_size > _MOST_WARMUP_GROUPS:
         raise invalid_argument(
@@ -148,6 +149,19 @@ def check(config: RunConfig, create: PolicyFactory = policies.create) -> RunConf
     except FieldError as error:
         raise refused(error) from error
     return config
+
+
+def _check_devices(devices: tuple[Gpu, ...]) -> None:
+    """A device without a name, or named twice, is a slip of the caller: nobody would ever be kept off it."""
+    seen: set[Gpu] = set()
+    for position, device in enumerate(devices):
+        where = f"config.hybrid_devices[{position}]"
+        require_id(f"{where}.node", device.node)
+        require_id(f"{where}.uuid", device.uuid)
+        if device in seen:
+            message = f"{device.uuid!r} of node {device.node!r} is named twice"
+            raise invalid_argument(where, message, value=device.uuid, reason="DUPLICATE")
+        seen.add(device)
 
 
 _PROTO_NAMES = {

@@ -9,6 +9,7 @@ import pytest
 
 from services.runtime.errors import Code, TurnoutError
 from services.scheduler.domain.config import RunConfig, check
+from services.scheduler.domain.holdings import Gpu
 from services.scheduler.policies.config import SwitchConfig
 
 ON = SwitchConfig(enable_switch=True)
@@ -57,6 +58,9 @@ def test_a_good_configuration_passes_and_says_all_it_is() -> None:
         ({"engine_timeout_s": 0.0}, "config.engine_timeout"),
         ({"partition": "a\nb"}, "config.partition"),
         ({"policy": "vrel"}, "config.policy"),
+        ({"hybrid_devices": (Gpu("n0", "GPU-0"), Gpu("n0", ""))}, "config.hybrid_devices[1].uuid"),
+        ({"hybrid_devices": (Gpu("", "GPU-0"),)}, "config.hybrid_devices[0].node"),
+        ({"hybrid_devices": (Gpu("n0", "G"), Gpu("n1", "G"), Gpu("n0", "G"))}, "config.hybrid_devices[2]"),
     ],
 )
 def test_a_value_out_of_range_is_refused_by_name(changes: dict[str, Any], field: str) -> None:

@@ -164,7 +164,9 @@ class RunConfig(google.protobuf.message.Message):
     standalone_gpus: builtins.int
     """GPUs that only generate. At least 1 with switching on."""
     partition: builtins.str
-    """Buffer partition trained from. Default "train"."""
+    """Buffer partition trained from. Default "train". One that the buffer keeps for validation is refused:
+    INVALID_ARGUMENT / VALIDATION_PARTITION.
+    """
     disaggregated_rollout: builtins.bool
     """True for prefill-decode disaggregated rollout, which cannot be switched."""
     num_warmup_batches: builtins.float
@@ -195,7 +197,7 @@ class RunConfig(google.protobuf.message.Message):
 
     @property
     def hybrid_devices(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[turnout.engine.v1.engine_pb2.Gpu]:
-        """Devices of hybrid_gpus, checked at OpenRun. Empty: those of the registered hybrids, checked at CompleteLend."""
+        """Devices of hybrid_gpus, each once (DUPLICATE) and with node and UUID (BAD_ID), checked at OpenRun. Empty: those of the registered hybrids, checked at CompleteLend."""
 
     def __init__(
         self,
