@@ -114,7 +114,8 @@ class Updating:
             result = await carry_out(slot, plan, deadline)
             self._refuse_gone(update, replica)
             await slot.command(
-                slot.backend.start_weight_update(update.version, update.adapter, deadline.left), deadline
+                slot.backend.start_weight_update(update.update_id, update.version, update.adapter, deadline.left),
+                deadline,
             )
             self._refuse_gone(update, replica)
         except TurnoutError:

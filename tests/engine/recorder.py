@@ -105,8 +105,10 @@ class Recorder:
             )
         )
 
-    async def start_weight_update(self, version: int, adapter: bool, timeout: float) -> None:
-        await self._do("start_weight_update", lambda: self.engine.start_weight_update(version, adapter, timeout))
+    async def start_weight_update(self, update_id: str, version: int, adapter: bool, timeout: float) -> None:
+        await self._do(
+            "start_weight_update", lambda: self.engine.start_weight_update(update_id, version, adapter, timeout)
+        )
 
     async def update_weights(self, size: int, info_json: str, chunks: AsyncIterator[bytes], timeout: float) -> None:
         await self._do("update_weights", lambda: self.engine.update_weights(size, info_json, chunks, timeout))

@@ -225,9 +225,11 @@ class AgentBackend:
 
     # --------------------------------------------------------------------------------------------------------- weights
 
-    async def start_weight_update(self, version: int, adapter: bool, timeout: float) -> None:
+    async def start_weight_update(self, update_id: str, version: int, adapter: bool, timeout: float) -> None:
         request = pb.BeginWeightUpdateRequest(
             run_id=self._run_id,
+            # A repeat gets the agent's first answer: the same update there.
+            request_id=f"{update_id} {self._replica_id}",
             selector=self._selector,
             kind=pb.UPDATE_KIND_ASLEEP,
             weight_version=version,

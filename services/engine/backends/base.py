@@ -114,8 +114,12 @@ class Backend(Protocol):
         """Call a method on one shard or on all."""
         ...
 
-    async def start_weight_update(self, version: int, adapter: bool, timeout: float) -> None:
-        """New weights will come, through `update_weights` or by the trainer's own means."""
+    async def start_weight_update(self, update_id: str, version: int, adapter: bool, timeout: float) -> None:
+        """New weights will come, through `update_weights` or by the trainer's own means.
+
+        The same id again goes on with that update and loses nothing that came: the controller says it once more after
+        its own restart, when this object is new and the engine is in the middle of the update, or past its end.
+        """
         ...
 
     async def update_weights(self, size: int, info_json: str, chunks: AsyncIterator[bytes], timeout: float) -> None:

@@ -71,6 +71,7 @@ class ReferenceEngine:
         self._first_version = self._version
         self._adapter_version: int | None = None
         self._update: tuple[int, bool] | None = None
+        self._update_id = ""
         self._before_update = self._weights
         self._written = 0
         self.batch = Batch(clock, config.curve, self._version, self._weights is not Weights.INTACT)
@@ -199,10 +200,13 @@ class ReferenceEngine:
     # ----------------------------------------------------------------------------------------------------------
     # weights
 
-    async def start_weight_update(self, version: int, adapter: bool, timeout: float) -> None:
+    async def start_weight_update(self, update_id: str, version: int, adapter: bool, timeout: float) -> None:
         await self._enter("start_weight_update")
+        if self._update is not None and update_id == self._update_id:
+            return
         if WEIGHTS in self._asleep:
             self._die("weights were written into memory that is asleep")
+        self._update_id = update_id
         self._update = (version, adapter)
         self._before_update = self._weights
         self._written = 0

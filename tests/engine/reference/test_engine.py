@@ -65,7 +65,7 @@ async def chunks(weights: bytes, size: int = 1000) -> AsyncIterator[bytes]:
 
 async def load(engine: ReferenceEngine, version: int, weights: bytes = b"w" * 2000, checksum: str = "") -> None:
     """A whole update."""
-    await engine.start_weight_update(version, adapter=False, timeout=T)
+    await engine.start_weight_update(f"u{version}", version, adapter=False, timeout=T)
     await engine.update_weights(len(weights), "", chunks(weights), T)
     await engine.finish_weight_update(checksum, T)
 
@@ -272,7 +272,7 @@ async def test_weights_into_sleeping_memory_kill_the_engine(how: str) -> None:
     await engine.sleep(1, T)
     call: Awaitable[object]
     if how == "update":
-        call = engine.start_weight_update(1, adapter=False, timeout=T)
+        call = engine.start_weight_update("u", 1, adapter=False, timeout=T)
     else:
         call = engine.collective_rpc("reload_weights", "", None, T)
     with pytest.raises(TurnoutError) as caught:
@@ -306,13 +306,13 @@ async def test_an_update_is_whole_or_not_at_all() -> None:
     engine = made(ManualClock(), weights_loaded=False)
     with pytest.raises(TurnoutError, match="expects no weights"):
         await engine.update_weights(1, "", chunks(b"x"), T)
-    await engine.start_weight_update(1, adapter=False, timeout=T)
+    await engine.start_weight_update("u", 1, adapter=False, timeout=T)
     with pytest.raises(TurnoutError, match="no weights arrived"):
         await engine.finish_weight_update("", T)
     with pytest.raises(TurnoutError, match="bytes of weights"):
         await engine.update_weights(5000, "", chunks(b"x" * 5000), T)
     assert not await engine.abort_weight_update(T)
-    await engine.start_weight_update(1, adapter=False, timeout=T)
+    await engine.start_weight_update("u", 1, adapter=False, timeout=T)
     with pytest.raises(TurnoutError, match="1500 of 2000"):
         await engine.update_weights(2000, "", chunks(b"x" * 1500), T)
     assert (await engine.probe()).weights is Weights.HALF_UPDATED
@@ -328,7 +328,7 @@ async def test_an_update_is_whole_or_not_at_all() -> None:
 async def test_an_adapter_leaves_the_base_version() -> None:
     """Two versions, told apart."""
     engine = made(ManualClock(), weight_version=3)
-    await engine.start_weight_update(9, adapter=True, timeout=T)
+    await engine.start_weight_update("u", 9, adapter=True, timeout=T)
     await engine.update_weights(1, "", chunks(b"x"), T)
     await engine.finish_weight_update("", T)
     state = await engine.probe()
