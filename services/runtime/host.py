@@ -13,12 +13,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Final, TypeAlias
+from typing import Final, TypeAlias, cast
 
 import grpc.aio
-from grpc_channelz.v1 import channelz
+from grpc_channelz.v1 import channelz, channelz_pb2_grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 from prometheus_client import CollectorRegistry
 
 from services.runtime.addresses import Address, AddressError, check_free, parse_address
@@ -26,8 +26,8 @@ from services.runtime.clock import Clock, MonotonicClock
 from services.runtime.config import ServiceSettings
 from services.runtime.draining import Draining
 from services.runtime.errors import describe
+from services.runtime.handlers import Handlers, InFlight
 from services.runtime.health import Health
-from services.runtime.interceptors import CallInterceptor, InFlight
 from services.runtime.logs import get_logger
 from services.runtime.metrics import CallMetrics, LoopLag, MetricsServer, new_registry
 from services.runtime.tasks import Supervisor
@@ -60,7 +60,7 @@ class HostedService(ABC):
 
     @abstractmethod
     def register(self, server: grpc.aio.Server) -> None:
-        """Add the servicers to the server."""
+        """Add the servicers by their generated functions; nothing else may be asked of `server`."""
 
     async def start(self) -> None:  # noqa: B027 - a service with nothing to restore needs none
         """Restore state and start background tasks. Calls are UNAVAILABLE / STARTING until this returns."""
@@ -128,12 +128,10 @@ class ServiceHost:
             set_serving=self._health.set_serving,
         )
         self._in_flight = InFlight()
-        self._interceptor = CallInterceptor(
-            name=self.name, in_flight=self._in_flight, metrics=CallMetrics(self.context.metrics)
-        )
+        self._handlers = Handlers(name=self.name, in_flight=self._in_flight, metrics=CallMetrics(self.context.metrics))
         self._metrics_server: MetricsServer | None = None
         self.service = self._build(self.context)
-        self._server = grpc.aio.server(interceptors=[self._interceptor], options=_server_options(self.settings))
+        self._server = grpc.aio.server(options=_server_options(self.settings))
         self._register()
         try:
             self._listen()
@@ -144,7 +142,7 @@ class ServiceHost:
             if isinstance(error, AddressError):
                 raise StartError(str(error)) from error
             raise
-        self._interceptor.ready = True
+        self._handlers.ready = True
         self._health.set_serving(True)
 
     async def stop(self, grace_s: float | None = None) -> bool:
@@ -161,7 +159,7 @@ class ServiceHost:
     async def _stop(self, grace_s: float) -> bool:
         ends = time.monotonic() + grace_s
         self.context.draining.set()
-        in_order = not self._interceptor.ready or await self._step("drain", self.service.drain(), grace_s)
+        in_order = not self._handlers.ready or await self._step("drain", self.service.drain(), grace_s)
         await self._in_flight.end_infrastructure()
         remaining = max(0.0, ends - time.monotonic())
         # gRPC returns before the clean-up of the handlers that it cut has run, hence the second line.
@@ -186,12 +184,16 @@ class ServiceHost:
         return False
 
     def _register(self) -> None:
-        self.service.register(self._server)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        channelz.add_channelz_servicer(self._server)
+        # Generated code adds a servicer to anything that takes handlers as a server does.
+        methods = cast(grpc.aio.Server, self._handlers)
+        self.service.register(methods)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, methods)
+        channelz_pb2_grpc.add_ChannelzServicer_to_server(channelz.aio.ChannelzServicer(), methods)
         health_name = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
         names = (*self.service.full_names, health_name, "grpc.channelz.v1.Channelz", reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, self._server)
+        reflector = reflection.aio.ReflectionServicer(names)
+        reflection_pb2_grpc.add_ServerReflectionServicer_to_server(reflector, methods)  # type: ignore[no-untyped-call]
+        self._server.add_generic_rpc_handlers((self._handlers,))
         self._health.add(self.service.full_names)
 
     def _listen(self) -> None:

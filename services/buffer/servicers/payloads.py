@@ -145,7 +145,7 @@ class PayloadCalls(BufferCalls):
                 self.desk.parking(run)
                 offset += len(chunk)
                 ahead = self._read_ahead(payload, offset)
-                # Two copies of a megabyte less than by way of a message; the interceptor sends bytes as they are.
+                # Two copies of a megabyte less than by way of a message; bytes are sent as they are.
                 yield cast(pb.GetPayloadsResponse, chunk_frame(chunk))
         finally:
             await _drop(ahead)

@@ -74,7 +74,7 @@ SHAPES = ["unary", "join", "stream", "each"]
 
 @pytest.mark.parametrize("shape", SHAPES)
 async def test_messages_pass_in_every_call_shape(shape: str) -> None:
-    """The interceptor parses and writes itself, so each shape has to be tried."""
+    """The wrapping parses and writes itself, so each shape has to be tried."""
     async with probe_host(unary=_unary, stream=_stream) as host, grpc.aio.insecure_channel(host.target) as channel:
         messages, error = await _outcome(Caller(channel), shape, "组 é")
     assert error is None

@@ -4,6 +4,10 @@ Invariants: a call ends with a status of ours or as it was cancelled, never with
 unexpected exception; messages are parsed and written here, so that bytes that are no message are the caller's error and
 not ours; every call at work is in `InFlight` until its handler's clean-up has run. Servicers answer with what they
 return or yield; `context.read` and `context.write` are not theirs to use.
+
+Each method is wrapped once, and all are found through one generic handler. An interceptor, or methods that gRPC knows
+as registered, would cost every call more than the wrapping: with registered ones grpc.aio waits for the next call by
+one future a method, all of them attached and detached again at every call.
 """
 
 from __future__ import annotations
@@ -11,10 +15,10 @@ from __future__ import annotations
 import asyncio
 import inspect
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, aclosing
-from types import CoroutineType, TracebackType
-from typing import Any, Final, TypeAlias
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from contextlib import aclosing
+from types import CoroutineType
+from typing import Any, Final, Protocol, TypeAlias, TypeVar
 
 import grpc
 import grpc.aio
@@ -22,12 +26,13 @@ import grpc.aio
 from services.runtime.draining import draining_error
 from services.runtime.errors import Code, TurnoutError, internal, invalid_argument, unavailable, unimplemented
 from services.runtime.logs import get_logger
-from services.runtime.metrics import CallMetrics, MethodMetrics
+from services.runtime.metrics import CallMetrics
 from services.runtime.statuses import abort
 
+A = TypeVar("A")
+R = TypeVar("R")
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
-Around: TypeAlias = "Callable[[Context], AbstractAsyncContextManager[None]]"
 
 _INFRASTRUCTURE: Final = "/grpc."
 """Health, reflection and channelz answer while the service starts and stops, and delay neither."""
@@ -49,10 +54,10 @@ class InFlight:
         task = asyncio.current_task()
         assert task is not None
         self._calls[task] = method
-        task.add_done_callback(self._leave)
         return task
 
-    def _leave(self, task: asyncio.Task[Any]) -> None:
+    def leave(self, task: asyncio.Task[Any]) -> None:
+        """The handler of the call has ended."""
         self._calls.pop(task, None)
         self._ended.discard(task)
 
@@ -85,36 +90,65 @@ class InFlight:
         return not self._calls
 
 
-class CallInterceptor(grpc.aio.ServerInterceptor):
-    """The one interceptor of every service."""
+class Handlers(grpc.GenericRpcHandler):
+    """Every method of one server, wrapped. Servicers are added to it as to a server."""
 
     def __init__(self, *, name: str, in_flight: InFlight, metrics: CallMetrics) -> None:
         self._log = get_logger(name)
         self._in_flight = in_flight
         self._metrics = metrics
-        # By method: its handler and that handler wrapped, since making the wrapping costs as much as a small call.
-        self._wrapped: dict[str, tuple[Handler, Handler]] = {}
+        self._services: list[grpc.GenericRpcHandler] = []
+        self._wrapped: dict[str, Handler] = {}
         self.ready = False
         """Until the service has started, its calls (not those of health) are UNAVAILABLE / STARTING."""
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Handler | None:
-        handler = await continuation(handler_call_details)
-        if handler is None:
-            # No such method, which gRPC answers with UNIMPLEMENTED.
-            return None
-        method = str(handler_call_details.method)
-        known = self._wrapped.get(method)
-        if known is None or known[0] is not handler:
-            metrics = self._metrics.of(method)
-            known = handler, _wrap(handler, lambda context: _Around(self, method, metrics, context))
-            self._wrapped[method] = known
-        return known[1]
+    def add_generic_rpc_handlers(self, handlers: Iterable[grpc.GenericRpcHandler]) -> None:
+        """Add a service; called by generated code."""
+        self._services += handlers
 
-    async def failed(self, context: Context, method: str, task: asyncio.Task[Any], error: BaseException) -> None:
+    def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Handler]) -> None:
+        """Nothing: generated code adds the same methods as generic ones. See the top of the module."""
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> Handler | None:
+        """The wrapped handler of a call; None, if there is no such method, is UNIMPLEMENTED."""
+        method = str(handler_call_details.method)
+        wrapped = self._wrapped.get(method)
+        if wrapped is None:
+            for service in self._services:
+                handler = service.service(handler_call_details)
+                if handler is not None:
+                    wrapped = self._wrapped[method] = self._wrap(method, handler)
+                    break
+        return wrapped
+
+    def _wrap(self, method: str, handler: Handler) -> Handler:
+        metrics = self._metrics.of(method)
+        infrastructure = method.startswith(_INFRASTRUCTURE)
+
+        async def around(serve: Callable[[A, Context], Awaitable[R]], asked: A, context: Context) -> R:
+            task = self._in_flight.enter(method)
+            began = metrics.began()
+            ended = ""
+            try:
+                if not (self.ready or infrastructure):
+                    raise unavailable("STARTING", "the service is starting; the call may be repeated")
+                return await serve(asked, context)
+            except BaseException as error:
+                try:
+                    await self._failed(context, method, task, error)
+                except asyncio.CancelledError:
+                    ended = "CANCELLED"
+                    raise
+                if isinstance(error, asyncio.CancelledError):
+                    ended = "CANCELLED"
+                raise
+            finally:
+                metrics.ended(began, ended or _code_name(context))
+                self._in_flight.leave(task)
+
+        return _wrapped(handler, around)
+
+    async def _failed(self, context: Context, method: str, task: asyncio.Task[Any], error: BaseException) -> None:
         """End a call with the status that its error stands for; returns if the error itself ends it."""
         if isinstance(error, TurnoutError):
             await abort(context, error)
@@ -135,57 +169,27 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                 await abort(context, unimplemented(method.rpartition("/")[2]))
             await self._incident(context, method, error)
 
-    def enter(self, method: str) -> asyncio.Task[Any]:
-        """Note the running task as a call at work."""
-        return self._in_flight.enter(method)
-
     async def _incident(self, context: Context, method: str, error: BaseException) -> None:
         incident = secrets.token_hex(6)
         self._log.error("call failed unexpectedly", method=method, incident=incident, exc_info=error)
         await abort(context, internal("INTERNAL", "internal error", incident=incident))
 
 
-class _Around:
-    """One call, from the first byte of ours to the last. A class, since it is entered for every call."""
-
-    __slots__ = ("_began", "_context", "_interceptor", "_method", "_metrics", "_task")
-
-    def __init__(self, interceptor: CallInterceptor, method: str, metrics: MethodMetrics, context: Context) -> None:
-        self._interceptor = interceptor
-        self._method = method
-        self._metrics = metrics
-        self._context = context
-
-    async def __aenter__(self) -> None:
-        self._task = self._interceptor.enter(self._method)
-        self._began = self._metrics.began()
-        if not (self._interceptor.ready or self._method.startswith(_INFRASTRUCTURE)):
-            error = unavailable("STARTING", "the service is starting; the call may be repeated")
-            await self.__aexit__(type(error), error, None)
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        ended = ""
-        try:
-            if error is not None:
-                await self._interceptor.failed(self._context, self._method, self._task, error)
-                if isinstance(error, asyncio.CancelledError):
-                    ended = "CANCELLED"
-        except asyncio.CancelledError:
-            ended = "CANCELLED"
-            raise
-        finally:
-            self._metrics.ended(self._began, ended or _code_name(self._context))
-
-
 def _code_name(context: Context) -> str:
     # The asyncio context gives a number where the interface says a StatusCode; 0 also while nothing is set.
     code: Any = context.code()
-    return code.name if isinstance(code, grpc.StatusCode) else Code(code or 0).name
+    if not code:
+        return "OK"
+    return code.name if isinstance(code, grpc.StatusCode) else Code(code).name
 
 
-def _wrap(handler: Handler, around: Around) -> Handler:
+class _Around(Protocol):
+    """Serves one call, from the first byte of ours to the last."""
+
+    async def __call__(self, serve: Callable[[A, Context], Awaitable[R]], asked: A, context: Context) -> R: ...
+
+
+def _wrapped(handler: Handler, around: _Around) -> Handler:
     parse, write = handler.request_deserializer, handler.response_serializer
 
     def read(raw: bytes) -> Any:
@@ -222,28 +226,38 @@ def _wrap(handler: Handler, around: Around) -> Handler:
 
     if handler.request_streaming and handler.response_streaming:
 
-        async def stream_stream(requests: AsyncIterator[bytes], context: Context) -> None:
-            async with around(context), aclosing(read_all(requests)) as messages:
+        async def each(requests: AsyncIterator[bytes], context: Context) -> None:
+            async with aclosing(read_all(requests)) as messages:
                 await answer_all(handler.stream_stream, messages, context)
+
+        async def stream_stream(requests: AsyncIterator[bytes], context: Context) -> None:
+            await around(each, requests, context)
 
         return grpc.stream_stream_rpc_method_handler(stream_stream)
     if handler.request_streaming:
 
-        async def stream_unary(requests: AsyncIterator[bytes], context: Context) -> bytes:
-            async with around(context), aclosing(read_all(requests)) as messages:
+        async def joined(requests: AsyncIterator[bytes], context: Context) -> bytes:
+            async with aclosing(read_all(requests)) as messages:
                 return await answer(handler.stream_unary, messages, context)
+
+        async def stream_unary(requests: AsyncIterator[bytes], context: Context) -> bytes:
+            return await around(joined, requests, context)
 
         return grpc.stream_unary_rpc_method_handler(stream_unary)
     if handler.response_streaming:
 
+        async def many(request: bytes, context: Context) -> None:
+            await answer_all(handler.unary_stream, read(request), context)
+
         async def unary_stream(request: bytes, context: Context) -> None:
-            async with around(context):
-                await answer_all(handler.unary_stream, read(request), context)
+            await around(many, request, context)
 
         return grpc.unary_stream_rpc_method_handler(unary_stream)
 
+    async def one(request: bytes, context: Context) -> bytes:
+        return await answer(handler.unary_unary, read(request), context)
+
     async def unary_unary(request: bytes, context: Context) -> bytes:
-        async with around(context):
-            return await answer(handler.unary_unary, read(request), context)
+        return await around(one, request, context)
 
     return grpc.unary_unary_rpc_method_handler(unary_unary)
