@@ -7,24 +7,25 @@ and only to a terminal; runs of different policies with one seed are paired.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from services.cli.examples import with_examples
 from services.cli.failures import CommandFailed
+from services.cli.progress import progress_bar
+from services.cli.simulate_fit import fitted
 from services.scheduler.policies import UnknownPolicyError, create
 from services.simulator import Result, Workload, WorkloadError, load, names, simulate
 from services.simulator.oracle import oracle
-from services.views.simulation import savings, simulation_picture, simulation_table
+from services.views.simulation import band, savings, simulation_picture, simulation_table
 
 ORACLE: Final = "oracle"
 _ALL: Final = "all"
+_DEFAULT: Final = "calibrated"
 
 
 @click.command(
@@ -34,14 +35,22 @@ _ALL: Final = "all"
         "turnout simulate",
         "turnout simulate --workload all --policy verl,jit --seeds 5",
         "turnout simulate --workload mine.yaml --policy jit --oracle --picture gain.png",
+        "turnout simulate --workload mine.yaml --from-verl-metrics run.jsonl",
         "turnout simulate --workload all --json > results.jsonl",
     )
 )
-@click.option("--workload", default="calibrated", show_default=True, metavar="NAME|FILE|all", help="What to simulate.")
+@click.option("--workload", default=_DEFAULT, show_default=True, metavar="NAME|FILE|all", help="What to simulate.")
 @click.option("--policy", default="off,verl,jit", show_default=True, metavar="NAME[,NAME]", help="Policies to compare.")
 @click.option("--seed", type=click.IntRange(0, 65_535), default=0, show_default=True, help="First seed.")
 @click.option("--seeds", type=click.IntRange(1, 1000), default=1, show_default=True, help="How many seeds.")
 @click.option("--steps", type=click.IntRange(2, 100_000), help="Steps of every run, instead of the workload's own.")
+@click.option(
+    "--from-verl-metrics",
+    "verl_metrics",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Fit the workload to what a verl run logged (its file logger's JSONL, or a CSV export); --workload names the "
+    "run's topology and batch. An error band comes with it.",
+)
 @click.option("--oracle", "with_oracle", is_flag=True, help="Also search for the best schedule with full knowledge.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object a line, nothing else.")
 @click.option("--picture", type=click.Path(dir_okay=False, path_type=Path), help="Draw the gains as a PNG file.")
@@ -52,17 +61,21 @@ def simulate_command(
     seed: int,
     seeds: int,
     steps: int | None,
+    verl_metrics: Path | None,
     with_oracle: bool,
     as_json: bool,
     picture: Path | None,
     show_names: bool,
 ) -> None:
-    """Simulate, print, draw."""
+    """Fit, simulate, print, draw."""
     if show_names:
         for name in names():
             click.echo(f"{name:22} {load(name).description}")
         return
-    workloads = [_shortened(each, steps) for each in _load(workload)]
+    loaded = _load(workload)
+    if verl_metrics is not None:
+        loaded = fitted(verl_metrics, loaded, quiet=as_json)
+    workloads = [_shortened(each, steps) for each in loaded]
     policies = _policies(policy, workloads[0])
     if with_oracle:
         policies.append(ORACLE)
@@ -71,7 +84,7 @@ def simulate_command(
         policies.insert(0, "off")
     results: list[Result] = []
     total = sum(each.steps for each in workloads) * len(policies) * seeds
-    with _progress(total) as advance:
+    with progress_bar("simulating", total) as advance:
         for each in workloads:
             for number in range(seed, seed + seeds):
                 for name in policies:
@@ -81,6 +94,8 @@ def simulate_command(
                         click.echo(json.dumps(result.as_row()))
     if not as_json:
         Console().print(simulation_table(results))
+        if verl_metrics is not None:
+            Console().print(band(savings(results, asked)))
     if picture is not None:
         try:
             simulation_picture(savings(results, asked), picture)
@@ -124,13 +139,3 @@ def _run(workload: Workload, name: str, seed: int, advance: Callable[[int], None
     if name == ORACLE:
         return oracle(workload, seed, progress=progress)
     return simulate(workload, name, seed, progress=progress)
-
-
-@contextmanager
-def _progress(total: int) -> Iterator[Callable[[int], None]]:
-    """A bar over all steps of all runs, on stderr."""
-    console = Console(stderr=True)
-    columns = (TextColumn("simulating"), BarColumn(), TextColumn("{task.percentage:3.0f} %"), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=total)
-        yield lambda steps: bar.advance(task, steps)

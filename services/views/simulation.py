@@ -67,6 +67,16 @@ def simulation_table(results: Sequence[Result]) -> Table:
     return table
 
 
+def band(saved: Savings) -> str:
+    """One line per policy: what it saves with the first workload, and the range over all of them."""
+    first = next(iter(saved.values()), {})
+    return "\n".join(
+        f"{policy} saves {fmean(gains):.1%}; between {min(all_):.1%} and {max(all_):.1%} under the other assumptions."
+        for policy, gains in first.items()
+        if (all_ := [fmean(found[policy]) for found in saved.values()])
+    )
+
+
 def simulation_picture(saved: Savings, path: Path) -> None:
     """Write the savings as bars, one group per workload, with a line from the least to the most of the seeds."""
     workloads = list(saved)
