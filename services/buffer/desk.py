@@ -86,7 +86,10 @@ class Desk:
         for parking in self._parking.values():
             parking.end(error)
         self._parking.clear()
+        books = [book for _, book in self.memory.externals]
         self.memory = Memory()
+        for book in books:
+            book.wake()
 
     def check(self) -> None:
         """Raise what calls end with at present, if they must."""
@@ -103,10 +106,14 @@ class Desk:
         """Take down a decision on a run that was made in this turn. Raises what the journal cannot do."""
         if self.runs.get(run.run_id) is not run:
             raise unavailable("RUN_REPLACED", "the run was restored or loaded again meanwhile", run_id=run.run_id)
+        self.record_external(run.run_id, record, at)
+
+    def record_external(self, run_id: str, record: st.Record, at: Moment) -> None:
+        """Take down a decision on the external payloads of a run, which may be gone."""
         if self.journal is None:
             return
         record.now, record.wall = at
-        self.journal.append(run.run_id, record.SerializeToString())
+        self.journal.append(run_id, record.SerializeToString())
         if self.journal.compaction_due:
             self.compaction_due.set()
 
@@ -122,7 +129,8 @@ class Desk:
         number = self.memory.created + 1
         prefix = f"{self._id_prefix}.{number:x}"
         at = self.moment()
-        run = Run(run_id, config, id_prefix=prefix, store=self.store, at=at)
+        external = self.memory.externals.of(run_id)
+        run = Run(run_id, config, id_prefix=prefix, store=self.store, at=at, external=external)
         self.runs.add(run)
         self.memory.created = number
         record.create_run.config.CopyFrom(config_to(config))
@@ -143,6 +151,7 @@ class Desk:
         record.delete_run = True
         self.record(run, record, self.moment())
         self.runs.remove(run)
+        self.memory.externals.discard_empty(run.run_id)
         self.memory.forget_answers(run.run_id)
         self._parking.pop(run.run_id).end(run_not_found(run.run_id))
 
@@ -160,6 +169,42 @@ class Desk:
             for parked in partition.waits.values():
                 if id(parked.wait) in fenced:
                     parked.end(stale_epoch(parked.wait.epoch, run.state.epoch))
+
+    # ----------------------------------------------------------------------------------------------- external payloads
+
+    def hold(self, run: Run, checkpoint_id: str) -> None:
+        """A checkpoint of the run begins; it holds the external payloads that are named now."""
+        book = run.state.payloads.external
+        if book.named:
+            book.hold(checkpoint_id)
+            self.record(run, st.Record(hold=checkpoint_id), self.moment())
+
+    def unhold(self, run_id: str, checkpoint_id: str) -> None:
+        """A checkpoint of a run, which may be gone, is gone or did not come about."""
+        book = self.memory.externals.get(run_id)
+        if book is not None and checkpoint_id in book.holds:
+            book.unhold(checkpoint_id)
+            self.record_external(run_id, st.Record(unhold=checkpoint_id), self.moment())
+            self.external_changed(run_id)
+
+    def acknowledge(self, run_id: str, store: str, ids: Iterable[str]) -> int:
+        """The owner of a store deleted payloads of a run, which may be gone. Returns how many were still told of.
+
+        Raises NOT_FOUND / RUN_NOT_FOUND.
+        """
+        book = self.memory.externals.get(run_id)
+        if book is None:
+            raise run_not_found(run_id)
+        known = book.acknowledge(store, ids)
+        if known:
+            self.record_external(run_id, st.Record(ack=st.Ack(store=store, ids=known)), self.moment())
+            self.external_changed(run_id)
+        return len(known)
+
+    def external_changed(self, run_id: str) -> None:
+        """If the run is gone and nothing can come of its book any more, that goes too."""
+        if self.runs.get(run_id) is None:
+            self.memory.externals.discard_empty(run_id)
 
     # --------------------------------------------------------------------------------------------------------- changes
 

@@ -6,15 +6,20 @@ Invariant: it follows from what was decided, in the order in which it was: nothi
 from collections import defaultdict
 from dataclasses import dataclass, field
 
+from services.buffer.domain.external import Externals
 from services.buffer.domain.runs import Runs
 from services.runtime.idempotency import Answers
 
 
 @dataclass(slots=True, eq=False)
 class Memory:
-    """Runs and first answers; `created` counts the runs ever made, `now` is the domain time of the last decision."""
+    """Runs, their external payloads, and first answers; `created` counts the runs ever made.
+
+    `now` is the domain time of the last decision.
+    """
 
     runs: Runs = field(default_factory=Runs)
+    externals: Externals = field(default_factory=Externals)
     # By call: a request_id is scoped to its run and call.
     answers: defaultdict[str, Answers] = field(default_factory=lambda: defaultdict(Answers))
     created: int = 0

@@ -3,6 +3,7 @@
 from services.buffer.servicers.checkpoints import CheckpointCalls
 from services.buffer.servicers.payloads import PayloadCalls
 from services.buffer.servicers.reading import ReadingCalls
+from services.buffer.servicers.releases import ReleaseCalls
 from services.buffer.servicers.results import ResultCalls
 from services.buffer.servicers.runs import RunCalls
 from services.buffer.servicers.waits import WaitCalls
@@ -17,6 +18,7 @@ class ReplayBufferServicer(
     WaitCalls,
     ReadingCalls,
     PayloadCalls,
+    ReleaseCalls,
     CheckpointCalls,
     buffer_pb2_grpc.ReplayBufferServicer,
 ):

@@ -20,6 +20,7 @@ from services.buffer.domain.payloads import MemoryPayloadStore
 from services.buffer.memory import Memory
 from services.buffer.service import BufferService, build
 from services.buffer.settings import BufferSettings
+from services.buffer.storage.externals import ExternalsImaging
 from services.buffer.storage.imaging import RunImaging
 from services.buffer.storage.keeper import SCHEMA
 from services.buffer.storage.loading import load
@@ -375,6 +376,9 @@ def snapshot(buffer: Buffer) -> Any:
 def knowledge(memory: Memory) -> list[str]:
     """Every part of the image of every run, in a fixed order, without the prefix of ids that a start changes."""
     lines: list[str] = []
+    for run_id, book in sorted(memory.externals):
+        if not book.unused:
+            lines += map(str, ExternalsImaging(run_id, book).parts())
     for run in memory.runs:
         imaging = RunImaging(run, {call: answers.kept(run.run_id) for call, answers in memory.answers.items()})
         for payloads, part in imaging.parts():

@@ -2,7 +2,8 @@
 
 Invariants: bytes of the buffer's own store live as long as something names them or their upload lease lasts; `held` is
 the sum of the declared sizes of everything kept, external payloads included; a payload is named only if it exists with
-that size and CRC. The bytes themselves are the business of a PayloadStore.
+that size and CRC. The bytes themselves are the business of a PayloadStore, or of an external store, whose payloads the
+ExternalBook of the run follows.
 """
 
 from collections.abc import Collection, Iterable
@@ -13,6 +14,7 @@ from typing import Protocol
 from google_crc32c import extend
 
 from services.buffer.domain.deadlines import Deadlines
+from services.buffer.domain.external import ExternalBook, Key
 from services.buffer.domain.ids import Ids
 from services.buffer.domain.outputs import InlinePayload, Output, Payload
 from services.runtime.errors import TurnoutError, invalid_argument, not_found, require_id, resource_exhausted
@@ -157,12 +159,15 @@ class _Entry:
 class PayloadBook:
     """The payloads of one run."""
 
-    __slots__ = ("_entries", "_ids", "_pins", "_store", "_uploads", "held")
+    __slots__ = ("_entries", "_external", "_ids", "_pins", "_store", "_uploads", "external", "held")
 
-    def __init__(self, store: PayloadStore, ids: Ids) -> None:
+    def __init__(self, store: PayloadStore, ids: Ids, external: ExternalBook | None = None) -> None:
+        """`external` is that of the run's id, a new one unless given."""
         self._store = store
         self._ids = ids
+        self.external = ExternalBook() if external is None else external
         self._entries: dict[str, _Entry] = {}
+        self._external: dict[Key, _Entry] = {}
         self._uploads = Deadlines()
         self._pins: dict[str, int] = {}
         self.held = 0
@@ -199,7 +204,8 @@ class PayloadBook:
             if payload.size < 0:
                 message = "the size of a payload must not be negative"
                 raise invalid_argument(f"{field}.ref.size", message, value=payload.size, reason="OUT_OF_RANGE")
-            return payload.size
+            self.external.check(field, payload)
+            return 0 if (payload.store, payload.id) in self._external else payload.size
         entry = self._entries.get(payload.id)
         if entry is None:
             raise not_found("PAYLOAD_NOT_FOUND", "no such payload", field=f"{field}.ref.id", value=payload.id)
@@ -213,11 +219,20 @@ class PayloadBook:
         if isinstance(payload, InlinePayload):
             return self._store_new(payload)
         if payload.store:
-            self.held += payload.size
+            self._name(payload)
         else:
             self._entries[payload.id].holders += 1
             self._uploads.discard(payload.id)
         return payload
+
+    def _name(self, payload: Payload) -> None:
+        key = (payload.store, payload.id)
+        entry = self._external.get(key)
+        if entry is None:
+            entry = self._external[key] = _Entry(payload.size, payload.crc32c, 0)
+            self.held += payload.size
+            self.external.name(payload)
+        entry.holders += 1
 
     def keep_outputs(self, outputs: Iterable[Output]) -> tuple[Output, ...]:
         """The outputs with every payload named; they passed `check_outputs`."""
@@ -243,7 +258,7 @@ class PayloadBook:
         before = self.held
         for payload in payloads:
             if payload.store:
-                self.held -= payload.size
+                self._drop_external((payload.store, payload.id))
                 continue
             entry = self._entries[payload.id]
             entry.holders -= 1
@@ -297,11 +312,12 @@ class PayloadBook:
 
     def adopt(self, payload: Payload, *, upload_until: float | None = None) -> None:
         """Name a payload whose bytes the store has already, or, with a time, keep it as an upload."""
-        entry = None if payload.store else self._entries.get(payload.id)
+        if payload.store:
+            self._name(payload)
+            return
+        entry = self._entries.get(payload.id)
         if entry is None:
             self.held += payload.size
-            if payload.store:
-                return
             entry = self._entries[payload.id] = _Entry(payload.size, payload.crc32c, 0)
         if upload_until is None:
             entry.holders += 1
@@ -313,7 +329,11 @@ class PayloadBook:
         return self._entries.keys()
 
     def clear(self, limit: int | None = None) -> bool:
-        """Forget everything, or up to `limit` payloads: the run is gone. Returns whether there is more."""
+        """Forget everything, or up to `limit` payloads: the run is gone. Returns whether there is more.
+
+        Those of external stores are all let go at once.
+        """
+        self.let_external_go()
         for payload_id in list(islice(self._entries, limit)):
             self._forget(payload_id)
         if self._entries:
@@ -327,6 +347,20 @@ class PayloadBook:
         self._entries[payload_id] = _Entry(payload.size, payload.crc32c, 1)
         self.held += payload.size
         return Payload(payload_id, payload.size, payload.crc32c, "", payload.content_type, inline=True)
+
+    def let_external_go(self) -> None:
+        """Name nothing in external stores any more."""
+        for key, entry in self._external.items():
+            self.held -= entry.size
+            self.external.drop(key)
+        self._external.clear()
+
+    def _drop_external(self, key: Key) -> None:
+        entry = self._external[key]
+        entry.holders -= 1
+        if not entry.holders:
+            self.held -= self._external.pop(key).size
+            self.external.drop(key)
 
     def _forget(self, payload_id: str) -> None:
         self.held -= self._entries.pop(payload_id).size

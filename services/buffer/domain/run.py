@@ -15,6 +15,7 @@ from services.buffer.domain import pump as pumping
 from services.buffer.domain import results
 from services.buffer.domain.claims import ClaimToken
 from services.buffer.domain.config import RunConfig
+from services.buffer.domain.external import ExternalBook
 from services.buffer.domain.ids import Ids
 from services.buffer.domain.leases import Lease, LeaseState
 from services.buffer.domain.ledger import Ledger
@@ -65,13 +66,25 @@ class WaitSpec:
 class Run:
     """One training job."""
 
-    def __init__(self, run_id: str, config: RunConfig, *, id_prefix: str, store: PayloadStore, at: Moment) -> None:
-        """`id_prefix` must never have been used for a run before. Raises INVALID_ARGUMENT if `config` is wrong."""
+    def __init__(
+        self,
+        run_id: str,
+        config: RunConfig,
+        *,
+        id_prefix: str,
+        store: PayloadStore,
+        at: Moment,
+        external: ExternalBook | None = None,
+    ) -> None:
+        """`id_prefix` must never have been used for a run before; `external` is what earlier runs of the id left.
+
+        Raises INVALID_ARGUMENT if `config` is wrong.
+        """
         config.validate()
         self.run_id = run_id
         self.created_at = at.wall
         ids = Ids(id_prefix)
-        self.state = RunState(config, ids, PayloadBook(store, ids), contact_at=at.now)
+        self.state = RunState(config, ids, PayloadBook(store, ids, external), contact_at=at.now)
         self.partitions = {spec.name: Partition(spec, self.state) for spec in config.partitions}
 
     def partition(self, name: str) -> Partition:

@@ -77,5 +77,10 @@ class CheckpointCalls(BufferCalls):
         """Remove a checkpoint."""
         kept = self._kept("DeleteCheckpoint")
         run = self.run(request.run_id)
-        await kept.delete(run.run_id, require_id("checkpoint_id", request.checkpoint_id))
+        checkpoint_id = require_id("checkpoint_id", request.checkpoint_id)
+        # A restore reads it to its end first, and names what only this checkpoint holds.
+        async with kept.lock(run.run_id):
+            await kept.delete(run.run_id, checkpoint_id)
+            self.desk.unhold(run.run_id, checkpoint_id)
+        await self.desk.durable()
         return pb.DeleteCheckpointResponse()

@@ -12,9 +12,11 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 from services.buffer.desk import Desk
+from services.buffer.memory import Memory
 from services.buffer.segments import SegmentOptions, SegmentStore
 from services.buffer.storage.checkpoints import Checkpoints
 from services.buffer.storage.collector import no_collections
+from services.buffer.storage.externals import ExternalsImaging
 from services.buffer.storage.imaging import RunImaging, answers_part
 from services.buffer.storage.loading import load
 from services.buffer.storage.pauses import Pauses
@@ -79,10 +81,23 @@ class Keeper:
         for payload_id in lost:
             self._log.error("the bytes of a payload are lost", payload_id=payload_id)
         self._desk.begin(memory, journal)
+        await self._let_holds_go(memory)
         await self._desk.durable()
         seconds = round(time.perf_counter() - begun, 3)
         groups = sum(run.state.groups for run in memory.runs)
         self._log.info("loaded", records=journal.position, groups=groups, seconds=seconds)
+
+    async def _let_holds_go(self, memory: Memory) -> None:
+        """End the holds of checkpoints that a crash left unfinished, or half deleted."""
+        for run_id, book in list(memory.externals):
+            for checkpoint_id in list(book.holds):
+                try:
+                    found = await self.checkpoints.find(run_id, checkpoint_id)
+                except TurnoutError as error:
+                    self._log.error("a checkpoint cannot be read", checkpoint_id=checkpoint_id, error=str(error))
+                    continue
+                if found is None:
+                    self._desk.unhold(run_id, checkpoint_id)
 
     def _fatal(self, error: TurnoutError) -> None:
         self._log.critical("the disk cannot be trusted; this process ends", error=str(error))
@@ -147,23 +162,32 @@ class Keeper:
             # All of this in one turn: the image is that of this position.
             position, memory = journal.position, self._desk.memory
             begin = st.Part(begin=st.Begin(now=self._desk.clock.now(), created=memory.created))
+            externals = [ExternalsImaging(run_id, book) for run_id, book in memory.externals if not book.unused]
             orphans = [(call, answers.kept("")) for call, answers in memory.answers.items()]
             imagings = [
                 RunImaging(run, {call: answers.kept(run.run_id) for call, answers in memory.answers.items()})
                 for run in memory.runs
             ]
         try:
-            await journal.snapshot(position, self._chunks(begin, imagings, orphans))
+            await journal.snapshot(position, self._chunks(begin, externals, imagings, orphans))
         finally:
             for imaging in imagings:
                 imaging.close()
 
     async def _chunks(
-        self, begin: st.Part, imagings: list[RunImaging], orphans: list[tuple[str, list[tuple[str, Answer]]]]
+        self,
+        begin: st.Part,
+        externals: list[ExternalsImaging],
+        imagings: list[RunImaging],
+        orphans: list[tuple[str, list[tuple[str, Answer]]]],
     ) -> AsyncIterator[bytes]:
         """The parts of a snapshot; `orphans` are answers that outlive their run."""
         pauses = Pauses()
         yield begin.SerializeToString()
+        for book in externals:
+            for part in book.parts():
+                yield part.SerializeToString()
+                await pauses.breathe()
         for imaging in imagings:
             for payloads, part in imaging.parts():
                 imaging.release(payloads)

@@ -12,6 +12,7 @@ from services.buffer.domain.payloads import PayloadBook, PayloadStore
 from services.buffer.domain.run import Run
 from services.buffer.memory import Memory
 from services.buffer.storage.building import PayloadsArriving, RunBuilder
+from services.buffer.storage.externals import read_externals
 from services.buffer.storage.images import read_event
 from services.buffer.storage.replay import Replay
 from services.buffer.wire.config import config_from
@@ -40,6 +41,8 @@ class SnapshotReader:
             self._begin(part.run)
         elif kind == "answers":
             self._answers(part.answers)
+        elif kind == "externals":
+            read_externals(part.externals, self._memory.externals.of(part.externals.run_id))
         else:
             self._part_of_run(str(kind), part)
 
@@ -52,8 +55,9 @@ class SnapshotReader:
             store=self._store,
             at=Moment(now, image.created_at),
         )
+        external = self._memory.externals.of(image.run_id)
         run.state.ids = Ids(image.id_prefix, image.next_id)
-        run.state.payloads = PayloadBook(self._store, run.state.ids)
+        run.state.payloads = PayloadBook(self._store, run.state.ids, external)
         self._builder = RunBuilder(run)
         self._builder.head(image, now=now)
 

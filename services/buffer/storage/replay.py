@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from services.buffer import commands
 from services.buffer.domain.config import RunConfig
+from services.buffer.domain.external import ExternalBook
 from services.buffer.domain.moment import Moment
 from services.buffer.domain.payloads import PayloadStore
 from services.buffer.domain.pump import LeaseSpec, take_lease
@@ -55,6 +56,11 @@ class Replay:
                 run.restart(run_prefix(record.boot.id_prefix, run), at)
             self._restoring.clear()
             return
+        if kind in _EXTERNAL:
+            _EXTERNAL[kind](self.memory.externals.of(run_id), record)
+            if self.memory.runs.get(run_id) is None:
+                self.memory.externals.discard_empty(run_id)
+            return
         if kind == "create_run":
             answer: object = self._create(run_id, record.create_run, at)
         else:
@@ -66,13 +72,16 @@ class Replay:
 
     def _create(self, run_id: str, said: st.CreateRun, at: Moment) -> pb.CreateRunResponse:
         self.memory.created += 1
-        run = Run(run_id, config_from(said.config), id_prefix=said.id_prefix, store=self.store, at=at)
+        external = self.memory.externals.of(run_id)
+        config = config_from(said.config)
+        run = Run(run_id, config, id_prefix=said.id_prefix, store=self.store, at=at, external=external)
         self.memory.runs.add(run)
         return pb.CreateRunResponse(run=run_to(run))
 
     def delete(self, run: Run) -> pb.DeleteRunResponse:
         """Forget a run."""
         self.memory.runs.remove(run)
+        self.memory.externals.discard_empty(run.run_id)
         self.memory.forget_answers(run.run_id)
         self._restoring.pop(run.run_id, None)
         return pb.DeleteRunResponse()
@@ -150,6 +159,12 @@ def _upload(replay: Replay, run: Run, record: st.Record, at: Moment) -> object:
     return run.state.payloads.uploaded(said.payload_id, said.size, said.crc32c, until)
 
 
+# Decisions on external payloads, whose run may be gone.
+_EXTERNAL: dict[str | None, Callable[[ExternalBook, st.Record], object]] = {
+    "hold": lambda book, record: book.hold(record.hold),
+    "unhold": lambda book, record: book.unhold(record.unhold),
+    "ack": lambda book, record: book.acknowledge(record.ack.store, record.ack.ids),
+}
 _APPLY: dict[str, Apply] = {
     "delete_run": lambda replay, run, record, at: replay.delete(run),
     "update_run": _update,

@@ -28,7 +28,7 @@ class Restoring:
         at = Moment(state.contact_at, old.created_at)
         self.run = Run(old.run_id, state.config, id_prefix=state.ids.prefix, store=store, at=at)
         self.run.state.ids = state.ids
-        self.run.state.payloads = PayloadBook(store, state.ids)
+        self.run.state.payloads = PayloadBook(store, state.ids, state.payloads.external)
         self._builder = RunBuilder(self.run)
 
     def feed(self, part: st.Part) -> None:
@@ -46,8 +46,12 @@ class Restoring:
         """Build the new content in small steps."""
         yield from self._builder.steps(at.now)
 
+    def abandon(self) -> None:
+        """Nothing comes of it."""
+        self.run.state.payloads.let_external_go()
+
     def swap(self, runs: Runs, at: Moment) -> pb.RestoreResponse:
-        """Put the new content in place; the payloads of the old are left to the caller."""
+        """Put the new content in place; the payloads of the old in the own store are left to the caller."""
         old, state = self._old, self.run.state
         state.epoch, state.events, state.step = old.state.epoch, old.state.events, self._step
         state.config = old.state.config
@@ -63,6 +67,7 @@ class Restoring:
             counts.finished += there.finished
             counts.failed += there.failed
         runs.replace(self.run)
+        old.state.payloads.let_external_go()
         training = [partition for partition in self.run.partitions.values() if partition.training]
         cursor = training[0].evictions.cursor() if training else 0
         return pb.RestoreResponse(counts=counts_to(counts), step=self._step, cursor=cursor)

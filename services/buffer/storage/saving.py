@@ -53,6 +53,7 @@ async def save(desk: Desk, checkpoints: Checkpoints, run: Run, step: int, checkp
         end = st.CheckpointEnd(run_id=run.run_id)
         end.info.checkpoint_id, end.info.step = checkpoint_id, step
         end.info.counts.CopyFrom(_counts(run))
+        desk.hold(run, checkpoint_id)
         imaging = RunImaging(run)
         end.sampled_uncommitted.extend(imaging.sampled)
         try:
@@ -64,7 +65,12 @@ async def save(desk: Desk, checkpoints: Checkpoints, run: Run, step: int, checkp
                 await sink.write(st.Part(checkpoint=end))
                 # What it holds was decided before it began; it must not survive what did not.
                 await desk.durable()
+                if desk.runs.get(run.run_id) is not run:
+                    raise _replaced(run)
                 await sink.finish()
+        except BaseException:
+            desk.unhold(run.run_id, checkpoint_id)
+            raise
         finally:
             imaging.close()
         return end
@@ -82,12 +88,16 @@ async def _parts(desk: Desk, run: Run, imaging: RunImaging) -> AsyncIterator[st.
                         yield data
         except TurnoutError as error:
             if error.code is Code.NOT_FOUND and desk.runs.get(run.run_id) is not run:
-                raise aborted("RUN_REPLACED", "the run was deleted or restored meanwhile", run_id=run.run_id) from error
+                raise _replaced(run) from error
             raise
         finally:
             imaging.release(payloads)
         yield part
         await pauses.breathe()
+
+
+def _replaced(run: Run) -> TurnoutError:
+    return aborted("RUN_REPLACED", "the run was deleted or restored meanwhile", run_id=run.run_id)
 
 
 def _now(desk: Desk) -> Timestamp:
@@ -146,6 +156,30 @@ async def _restore(
 ) -> pb.RestoreResponse:
     step = end.info.step
     restoring = Restoring(run, desk.store, step)
+    try:
+        await _fill(desk, checkpoints, run, end, payloads, restoring)
+        at = desk.moment()
+        record.restored = True
+        desk.record(run, record, at)
+    except BaseException:
+        restoring.abandon()
+        raise
+    desk.memory.forget_answers(run.run_id)
+    answer = restoring.swap(desk.runs, at)
+    # What is parked may be repeated on the new content.
+    desk.replaced(run.run_id, unavailable("RUN_RESTORED", "the run was restored from a checkpoint", run_id=run.run_id))
+    return answer
+
+
+async def _fill(
+    desk: Desk,
+    checkpoints: Checkpoints,
+    run: Run,
+    end: st.CheckpointEnd,
+    payloads: _Payloads,
+    restoring: Restoring,
+) -> None:
+    step = end.info.step
     pauses = Pauses()
     desk.record(run, st.Record(restore_begun=step), desk.moment())
     async for part in checkpoints.parts(run.run_id, end.info.checkpoint_id):
@@ -165,14 +199,6 @@ async def _restore(
     for number, _ in enumerate(restoring.build(desk.moment())):
         if number % _PER_LOOK == 0:
             await pauses.breathe()
-    at = desk.moment()
-    record.restored = True
-    desk.record(run, record, at)
-    desk.memory.forget_answers(run.run_id)
-    answer = restoring.swap(desk.runs, at)
-    # What is parked may be repeated on the new content.
-    desk.replaced(run.run_id, unavailable("RUN_RESTORED", "the run was restored from a checkpoint", run_id=run.run_id))
-    return answer
 
 
 class _Payloads:

@@ -909,7 +909,11 @@ Global___OpenEpochResponse: typing_extensions.TypeAlias = OpenEpochResponse
 
 @typing.final
 class PayloadRef(google.protobuf.message.Message):
-    """PayloadRef names bytes kept by a payload store."""
+    """PayloadRef names bytes kept by a payload store. Those of an external store are written and read there by the clients;
+    the buffer counts them by their size, and tells the store's owner when they may go (WatchReleases). While a run names
+    an id of a store, it names it with one size and CRC (else INVALID_ARGUMENT / PAYLOAD_MISMATCH); once it was let go it
+    is not named again before AckReleases (FAILED_PRECONDITION / PAYLOAD_RELEASED): stores make a new id for every put.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -3579,6 +3583,100 @@ class GetPayloadsResponse(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["frame", b"frame"]) -> typing.Literal["header", "chunk", "end"] | None: ...
 
 Global___GetPayloadsResponse: typing_extensions.TypeAlias = GetPayloadsResponse
+
+@typing.final
+class WatchReleasesRequest(google.protobuf.message.Message):
+    """WatchReleasesRequest names a store."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: builtins.int
+    STORE_FIELD_NUMBER: builtins.int
+    run_id: builtins.str
+    """Run whose references are of interest. NOT_FOUND / RUN_NOT_FOUND if there is none and nothing is left of one."""
+    store: builtins.str
+    """The external store, as in PayloadRef."""
+    def __init__(
+        self,
+        *,
+        run_id: builtins.str = ...,
+        store: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["run_id", b"run_id", "store", b"store"]) -> None: ...
+
+Global___WatchReleasesRequest: typing_extensions.TypeAlias = WatchReleasesRequest
+
+@typing.final
+class WatchReleasesResponse(google.protobuf.message.Message):
+    """WatchReleasesResponse brings references that may be deleted."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REFS_FIELD_NUMBER: builtins.int
+    GIVEN_UP_FIELD_NUMBER: builtins.int
+    given_up: builtins.int
+    """References of the run's stores that were let go and will never be sent: a run keeps at most 1 000 000 that nobody
+    acknowledges, and gives up the oldest. What they name is left in its store.
+    """
+    @property
+    def refs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___PayloadRef]:
+        """Up to 1 000 references of the store that nothing names any more."""
+
+    def __init__(
+        self,
+        *,
+        refs: collections.abc.Iterable[Global___PayloadRef] | None = ...,
+        given_up: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["given_up", b"given_up", "refs", b"refs"]) -> None: ...
+
+Global___WatchReleasesResponse: typing_extensions.TypeAlias = WatchReleasesResponse
+
+@typing.final
+class AckReleasesRequest(google.protobuf.message.Message):
+    """AckReleasesRequest names what was deleted."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: builtins.int
+    STORE_FIELD_NUMBER: builtins.int
+    IDS_FIELD_NUMBER: builtins.int
+    run_id: builtins.str
+    """Run of the references."""
+    store: builtins.str
+    """The external store."""
+    @property
+    def ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Ids of the references, at most 100 000."""
+
+    def __init__(
+        self,
+        *,
+        run_id: builtins.str = ...,
+        store: builtins.str = ...,
+        ids: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["ids", b"ids", "run_id", b"run_id", "store", b"store"]) -> None: ...
+
+Global___AckReleasesRequest: typing_extensions.TypeAlias = AckReleasesRequest
+
+@typing.final
+class AckReleasesResponse(google.protobuf.message.Message):
+    """AckReleasesResponse counts."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ACKNOWLEDGED_FIELD_NUMBER: builtins.int
+    acknowledged: builtins.int
+    """References that are not sent again from now on; a repeat finds none."""
+    def __init__(
+        self,
+        *,
+        acknowledged: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["acknowledged", b"acknowledged"]) -> None: ...
+
+Global___AckReleasesResponse: typing_extensions.TypeAlias = AckReleasesResponse
 
 @typing.final
 class GetGroupRequest(google.protobuf.message.Message):

@@ -182,6 +182,16 @@ class ReplayBufferStub(object):
                 request_serializer=turnout_dot_buffer_dot_v1_dot_buffer__pb2.GetPayloadsRequest.SerializeToString,
                 response_deserializer=turnout_dot_buffer_dot_v1_dot_buffer__pb2.GetPayloadsResponse.FromString,
                 _registered_method=True)
+        self.WatchReleases = channel.unary_stream(
+                '/turnout.buffer.v1.ReplayBuffer/WatchReleases',
+                request_serializer=turnout_dot_buffer_dot_v1_dot_buffer__pb2.WatchReleasesRequest.SerializeToString,
+                response_deserializer=turnout_dot_buffer_dot_v1_dot_buffer__pb2.WatchReleasesResponse.FromString,
+                _registered_method=True)
+        self.AckReleases = channel.unary_unary(
+                '/turnout.buffer.v1.ReplayBuffer/AckReleases',
+                request_serializer=turnout_dot_buffer_dot_v1_dot_buffer__pb2.AckReleasesRequest.SerializeToString,
+                response_deserializer=turnout_dot_buffer_dot_v1_dot_buffer__pb2.AckReleasesResponse.FromString,
+                _registered_method=True)
         self.GetGroup = channel.unary_unary(
                 '/turnout.buffer.v1.ReplayBuffer/GetGroup',
                 request_serializer=turnout_dot_buffer_dot_v1_dot_buffer__pb2.GetGroupRequest.SerializeToString,
@@ -469,6 +479,24 @@ class ReplayBufferServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WatchReleases(self, request, context):
+        """WatchReleases tells the owner of an external payload store which references were let go and may be deleted there:
+        because they were released, evicted, or their run was deleted. It sends everything that AckReleases has not
+        answered, oldest first, then follows; so each comes at least once, over restarts of either side. A reference that a
+        checkpoint names is let go when the checkpoint is deleted at the earliest. The stream ends OK when the run is gone
+        and nothing of it can be let go any more.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def AckReleases(self, request, context):
+        """AckReleases says that the owner of a store deleted these, so that they are not sent again. Others are ignored.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetGroup(self, request, context):
         """GetGroup reads one group with its trajectories.
         """
@@ -683,6 +711,16 @@ def add_ReplayBufferServicer_to_server(servicer, server):
                     servicer.GetPayloads,
                     request_deserializer=turnout_dot_buffer_dot_v1_dot_buffer__pb2.GetPayloadsRequest.FromString,
                     response_serializer=turnout_dot_buffer_dot_v1_dot_buffer__pb2.GetPayloadsResponse.SerializeToString,
+            ),
+            'WatchReleases': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchReleases,
+                    request_deserializer=turnout_dot_buffer_dot_v1_dot_buffer__pb2.WatchReleasesRequest.FromString,
+                    response_serializer=turnout_dot_buffer_dot_v1_dot_buffer__pb2.WatchReleasesResponse.SerializeToString,
+            ),
+            'AckReleases': grpc.unary_unary_rpc_method_handler(
+                    servicer.AckReleases,
+                    request_deserializer=turnout_dot_buffer_dot_v1_dot_buffer__pb2.AckReleasesRequest.FromString,
+                    response_serializer=turnout_dot_buffer_dot_v1_dot_buffer__pb2.AckReleasesResponse.SerializeToString,
             ),
             'GetGroup': grpc.unary_unary_rpc_method_handler(
                     servicer.GetGroup,
@@ -1511,6 +1549,60 @@ class ReplayBuffer(object):
             '/turnout.buffer.v1.ReplayBuffer/GetPayloads',
             turnout_dot_buffer_dot_v1_dot_buffer__pb2.GetPayloadsRequest.SerializeToString,
             turnout_dot_buffer_dot_v1_dot_buffer__pb2.GetPayloadsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchReleases(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/turnout.buffer.v1.ReplayBuffer/WatchReleases',
+            turnout_dot_buffer_dot_v1_dot_buffer__pb2.WatchReleasesRequest.SerializeToString,
+            turnout_dot_buffer_dot_v1_dot_buffer__pb2.WatchReleasesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AckReleases(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/turnout.buffer.v1.ReplayBuffer/AckReleases',
+            turnout_dot_buffer_dot_v1_dot_buffer__pb2.AckReleasesRequest.SerializeToString,
+            turnout_dot_buffer_dot_v1_dot_buffer__pb2.AckReleasesResponse.FromString,
             options,
             channel_credentials,
             insecure,

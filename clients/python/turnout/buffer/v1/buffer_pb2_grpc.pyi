@@ -517,6 +517,38 @@ _ReplayBufferGetPayloadsType = typing_extensions.TypeVar(
     ],
 )
 
+_ReplayBufferWatchReleasesType = typing_extensions.TypeVar(
+    '_ReplayBufferWatchReleasesType',
+    grpc.UnaryStreamMultiCallable[
+        turnout.buffer.v1.buffer_pb2.WatchReleasesRequest,
+        turnout.buffer.v1.buffer_pb2.WatchReleasesResponse,
+    ],
+    grpc.aio.UnaryStreamMultiCallable[
+        turnout.buffer.v1.buffer_pb2.WatchReleasesRequest,
+        turnout.buffer.v1.buffer_pb2.WatchReleasesResponse,
+    ],
+    default=grpc.UnaryStreamMultiCallable[
+        turnout.buffer.v1.buffer_pb2.WatchReleasesRequest,
+        turnout.buffer.v1.buffer_pb2.WatchReleasesResponse,
+    ],
+)
+
+_ReplayBufferAckReleasesType = typing_extensions.TypeVar(
+    '_ReplayBufferAckReleasesType',
+    grpc.UnaryUnaryMultiCallable[
+        turnout.buffer.v1.buffer_pb2.AckReleasesRequest,
+        turnout.buffer.v1.buffer_pb2.AckReleasesResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        turnout.buffer.v1.buffer_pb2.AckReleasesRequest,
+        turnout.buffer.v1.buffer_pb2.AckReleasesResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        turnout.buffer.v1.buffer_pb2.AckReleasesRequest,
+        turnout.buffer.v1.buffer_pb2.AckReleasesResponse,
+    ],
+)
+
 _ReplayBufferGetGroupType = typing_extensions.TypeVar(
     '_ReplayBufferGetGroupType',
     grpc.UnaryUnaryMultiCallable[
@@ -645,7 +677,7 @@ _ReplayBufferDeleteCheckpointType = typing_extensions.TypeVar(
     ],
 )
 
-class ReplayBufferStub(typing.Generic[_ReplayBufferCreateRunType, _ReplayBufferGetRunType, _ReplayBufferUpdateRunType, _ReplayBufferDeleteRunType, _ReplayBufferListRunsType, _ReplayBufferOpenEpochType, _ReplayBufferAddGroupsType, _ReplayBufferClaimGroupsType, _ReplayBufferRenewClaimsType, _ReplayBufferFinishTrajectoriesType, _ReplayBufferFinishStreamType, _ReplayBufferFailTrajectoriesType, _ReplayBufferFinishGroupType, _ReplayBufferFailGroupType, _ReplayBufferReportProgressType, _ReplayBufferGetSampleableCountType, _ReplayBufferWatchDepthType, _ReplayBufferWatchGroupsType, _ReplayBufferWaitForSampleableType, _ReplayBufferSampleType, _ReplayBufferCommitSampleType, _ReplayBufferReleaseSampleType, _ReplayBufferRenewEpochType, _ReplayBufferRenewSampleType, _ReplayBufferReleasePayloadType, _ReplayBufferDeclineRefillType, _ReplayBufferEvictGroupsType, _ReplayBufferPutPayloadType, _ReplayBufferGetPayloadsType, _ReplayBufferGetGroupType, _ReplayBufferListGroupsType, _ReplayBufferGetLedgerType, _ReplayBufferCheckpointType, _ReplayBufferRestoreType, _ReplayBufferListCheckpointsType, _ReplayBufferVerifyCheckpointType, _ReplayBufferDeleteCheckpointType]):
+class ReplayBufferStub(typing.Generic[_ReplayBufferCreateRunType, _ReplayBufferGetRunType, _ReplayBufferUpdateRunType, _ReplayBufferDeleteRunType, _ReplayBufferListRunsType, _ReplayBufferOpenEpochType, _ReplayBufferAddGroupsType, _ReplayBufferClaimGroupsType, _ReplayBufferRenewClaimsType, _ReplayBufferFinishTrajectoriesType, _ReplayBufferFinishStreamType, _ReplayBufferFailTrajectoriesType, _ReplayBufferFinishGroupType, _ReplayBufferFailGroupType, _ReplayBufferReportProgressType, _ReplayBufferGetSampleableCountType, _ReplayBufferWatchDepthType, _ReplayBufferWatchGroupsType, _ReplayBufferWaitForSampleableType, _ReplayBufferSampleType, _ReplayBufferCommitSampleType, _ReplayBufferReleaseSampleType, _ReplayBufferRenewEpochType, _ReplayBufferRenewSampleType, _ReplayBufferReleasePayloadType, _ReplayBufferDeclineRefillType, _ReplayBufferEvictGroupsType, _ReplayBufferPutPayloadType, _ReplayBufferGetPayloadsType, _ReplayBufferWatchReleasesType, _ReplayBufferAckReleasesType, _ReplayBufferGetGroupType, _ReplayBufferListGroupsType, _ReplayBufferGetLedgerType, _ReplayBufferCheckpointType, _ReplayBufferRestoreType, _ReplayBufferListCheckpointsType, _ReplayBufferVerifyCheckpointType, _ReplayBufferDeleteCheckpointType]):
     """ReplayBuffer keeps the prompt groups of training runs from the moment a prompt is added until its trajectories are
     consumed. A group lives through: pending -> running -> finished | failed, then leased by Sample and committed, or
     evicted.
@@ -768,6 +800,14 @@ class ReplayBufferStub(typing.Generic[_ReplayBufferCreateRunType, _ReplayBufferG
         grpc.UnaryStreamMultiCallable[
             turnout.buffer.v1.buffer_pb2.GetPayloadsRequest,
             turnout.buffer.v1.buffer_pb2.GetPayloadsResponse,
+        ],
+        grpc.UnaryStreamMultiCallable[
+            turnout.buffer.v1.buffer_pb2.WatchReleasesRequest,
+            turnout.buffer.v1.buffer_pb2.WatchReleasesResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            turnout.buffer.v1.buffer_pb2.AckReleasesRequest,
+            turnout.buffer.v1.buffer_pb2.AckReleasesResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             turnout.buffer.v1.buffer_pb2.GetGroupRequest,
@@ -920,6 +960,14 @@ class ReplayBufferStub(typing.Generic[_ReplayBufferCreateRunType, _ReplayBufferG
         grpc.aio.UnaryStreamMultiCallable[
             turnout.buffer.v1.buffer_pb2.GetPayloadsRequest,
             turnout.buffer.v1.buffer_pb2.GetPayloadsResponse,
+        ],
+        grpc.aio.UnaryStreamMultiCallable[
+            turnout.buffer.v1.buffer_pb2.WatchReleasesRequest,
+            turnout.buffer.v1.buffer_pb2.WatchReleasesResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            turnout.buffer.v1.buffer_pb2.AckReleasesRequest,
+            turnout.buffer.v1.buffer_pb2.AckReleasesResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
             turnout.buffer.v1.buffer_pb2.GetGroupRequest,
@@ -1098,6 +1146,17 @@ class ReplayBufferStub(typing.Generic[_ReplayBufferCreateRunType, _ReplayBufferG
     GetPayloads: _ReplayBufferGetPayloadsType
     """GetPayloads streams the bytes of references under a sample lease. A torn stream resumes with `resume_at`."""
 
+    WatchReleases: _ReplayBufferWatchReleasesType
+    """WatchReleases tells the owner of an external payload store which references were let go and may be deleted there:
+    because they were released, evicted, or their run was deleted. It sends everything that AckReleases has not
+    answered, oldest first, then follows; so each comes at least once, over restarts of either side. A reference that a
+    checkpoint names is let go when the checkpoint is deleted at the earliest. The stream ends OK when the run is gone
+    and nothing of it can be let go any more.
+    """
+
+    AckReleases: _ReplayBufferAckReleasesType
+    """AckReleases says that the owner of a store deleted these, so that they are not sent again. Others are ignored."""
+
     GetGroup: _ReplayBufferGetGroupType
     """GetGroup reads one group with its trajectories."""
 
@@ -1251,6 +1310,14 @@ ReplayBufferAsyncStub: typing_extensions.TypeAlias = ReplayBufferStub[
     grpc.aio.UnaryStreamMultiCallable[
         turnout.buffer.v1.buffer_pb2.GetPayloadsRequest,
         turnout.buffer.v1.buffer_pb2.GetPayloadsResponse,
+    ],
+    grpc.aio.UnaryStreamMultiCallable[
+        turnout.buffer.v1.buffer_pb2.WatchReleasesRequest,
+        turnout.buffer.v1.buffer_pb2.WatchReleasesResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        turnout.buffer.v1.buffer_pb2.AckReleasesRequest,
+        turnout.buffer.v1.buffer_pb2.AckReleasesResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         turnout.buffer.v1.buffer_pb2.GetGroupRequest,
@@ -1579,6 +1646,27 @@ class ReplayBufferServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[turnout.buffer.v1.buffer_pb2.GetPayloadsResponse], collections.abc.AsyncIterator[turnout.buffer.v1.buffer_pb2.GetPayloadsResponse]]:
         """GetPayloads streams the bytes of references under a sample lease. A torn stream resumes with `resume_at`."""
+
+    @abc.abstractmethod
+    def WatchReleases(
+        self,
+        request: turnout.buffer.v1.buffer_pb2.WatchReleasesRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[turnout.buffer.v1.buffer_pb2.WatchReleasesResponse], collections.abc.AsyncIterator[turnout.buffer.v1.buffer_pb2.WatchReleasesResponse]]:
+        """WatchReleases tells the owner of an external payload store which references were let go and may be deleted there:
+        because they were released, evicted, or their run was deleted. It sends everything that AckReleases has not
+        answered, oldest first, then follows; so each comes at least once, over restarts of either side. A reference that a
+        checkpoint names is let go when the checkpoint is deleted at the earliest. The stream ends OK when the run is gone
+        and nothing of it can be let go any more.
+        """
+
+    @abc.abstractmethod
+    def AckReleases(
+        self,
+        request: turnout.buffer.v1.buffer_pb2.AckReleasesRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[turnout.buffer.v1.buffer_pb2.AckReleasesResponse, collections.abc.Awaitable[turnout.buffer.v1.buffer_pb2.AckReleasesResponse]]:
+        """AckReleases says that the owner of a store deleted these, so that they are not sent again. Others are ignored."""
 
     @abc.abstractmethod
     def GetGroup(

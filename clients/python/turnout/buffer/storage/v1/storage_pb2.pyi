@@ -259,6 +259,30 @@ class Upload(google.protobuf.message.Message):
 Global___Upload: typing_extensions.TypeAlias = Upload
 
 @typing.final
+class Ack(google.protobuf.message.Message):
+    """Ack says that the owner of an external store deleted payloads that were let go."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    STORE_FIELD_NUMBER: builtins.int
+    IDS_FIELD_NUMBER: builtins.int
+    store: builtins.str
+    """The store."""
+    @property
+    def ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Their ids."""
+
+    def __init__(
+        self,
+        *,
+        store: builtins.str = ...,
+        ids: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["ids", b"ids", "store", b"store"]) -> None: ...
+
+Global___Ack: typing_extensions.TypeAlias = Ack
+
+@typing.final
 class Record(google.protobuf.message.Message):
     """Record is one decision."""
 
@@ -295,6 +319,9 @@ class Record(google.protobuf.message.Message):
     RESTORE_BEGUN_FIELD_NUMBER: builtins.int
     RESTORE_PART_FIELD_NUMBER: builtins.int
     RESTORED_FIELD_NUMBER: builtins.int
+    HOLD_FIELD_NUMBER: builtins.int
+    UNHOLD_FIELD_NUMBER: builtins.int
+    ACK_FIELD_NUMBER: builtins.int
     now: builtins.float
     """When it was made, domain seconds."""
     wall: builtins.float
@@ -337,6 +364,10 @@ class Record(google.protobuf.message.Message):
     """A restore begins, to this step; parts of an image follow."""
     restored: builtins.bool
     """The restore took effect: the parts since the last `restore_begun` of the run took the place of its content."""
+    hold: builtins.str
+    """A checkpoint of this id begins; it holds every external payload that the run names now."""
+    unhold: builtins.str
+    """The checkpoint of this id is gone, or did not come about."""
     @property
     def boot(self) -> Global___Boot:
         """The service started."""
@@ -377,6 +408,10 @@ class Record(google.protobuf.message.Message):
     def restore_part(self) -> Global___Part:
         """Part of the image that is being restored."""
 
+    @property
+    def ack(self) -> Global___Ack:
+        """AckReleases."""
+
     def __init__(
         self,
         *,
@@ -411,10 +446,13 @@ class Record(google.protobuf.message.Message):
         restore_begun: builtins.int = ...,
         restore_part: Global___Part | None = ...,
         restored: builtins.bool = ...,
+        hold: builtins.str = ...,
+        unhold: builtins.str = ...,
+        ack: Global___Ack | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["add_groups", b"add_groups", "boot", b"boot", "claim", b"claim", "commit", b"commit", "create_run", b"create_run", "decision", b"decision", "decline_refill", b"decline_refill", "delete_run", b"delete_run", "evict_due", b"evict_due", "evict_groups", b"evict_groups", "expire", b"expire", "fail_group", b"fail_group", "fail_trajectories", b"fail_trajectories", "finish_batch", b"finish_batch", "finish_group", b"finish_group", "finish_trajectories", b"finish_trajectories", "lease", b"lease", "open_epoch", b"open_epoch", "release", b"release", "release_payload", b"release_payload", "restore_begun", b"restore_begun", "restore_part", b"restore_part", "restored", b"restored", "seal", b"seal", "show_refill", b"show_refill", "step", b"step", "update_run", b"update_run", "upload", b"upload"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["add_groups", b"add_groups", "boot", b"boot", "claim", b"claim", "commit", b"commit", "create_run", b"create_run", "decision", b"decision", "decline_refill", b"decline_refill", "delete_run", b"delete_run", "evict_due", b"evict_due", "evict_groups", b"evict_groups", "expire", b"expire", "fail_group", b"fail_group", "fail_trajectories", b"fail_trajectories", "fingerprint", b"fingerprint", "finish_batch", b"finish_batch", "finish_group", b"finish_group", "finish_trajectories", b"finish_trajectories", "lease", b"lease", "now", b"now", "open_epoch", b"open_epoch", "release", b"release", "release_payload", b"release_payload", "request_id", b"request_id", "restore_begun", b"restore_begun", "restore_part", b"restore_part", "restored", b"restored", "seal", b"seal", "show_refill", b"show_refill", "step", b"step", "update_run", b"update_run", "upload", b"upload", "wall", b"wall"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["decision", b"decision"]) -> typing.Literal["boot", "create_run", "delete_run", "update_run", "open_epoch", "step", "add_groups", "claim", "finish_trajectories", "finish_batch", "fail_trajectories", "finish_group", "fail_group", "evict_groups", "decline_refill", "evict_due", "show_refill", "lease", "seal", "commit", "release", "release_payload", "expire", "upload", "restore_begun", "restore_part", "restored"] | None: ...
+    def HasField(self, field_name: typing.Literal["ack", b"ack", "add_groups", b"add_groups", "boot", b"boot", "claim", b"claim", "commit", b"commit", "create_run", b"create_run", "decision", b"decision", "decline_refill", b"decline_refill", "delete_run", b"delete_run", "evict_due", b"evict_due", "evict_groups", b"evict_groups", "expire", b"expire", "fail_group", b"fail_group", "fail_trajectories", b"fail_trajectories", "finish_batch", b"finish_batch", "finish_group", b"finish_group", "finish_trajectories", b"finish_trajectories", "hold", b"hold", "lease", b"lease", "open_epoch", b"open_epoch", "release", b"release", "release_payload", b"release_payload", "restore_begun", b"restore_begun", "restore_part", b"restore_part", "restored", b"restored", "seal", b"seal", "show_refill", b"show_refill", "step", b"step", "unhold", b"unhold", "update_run", b"update_run", "upload", b"upload"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["ack", b"ack", "add_groups", b"add_groups", "boot", b"boot", "claim", b"claim", "commit", b"commit", "create_run", b"create_run", "decision", b"decision", "decline_refill", b"decline_refill", "delete_run", b"delete_run", "evict_due", b"evict_due", "evict_groups", b"evict_groups", "expire", b"expire", "fail_group", b"fail_group", "fail_trajectories", b"fail_trajectories", "fingerprint", b"fingerprint", "finish_batch", b"finish_batch", "finish_group", b"finish_group", "finish_trajectories", b"finish_trajectories", "hold", b"hold", "lease", b"lease", "now", b"now", "open_epoch", b"open_epoch", "release", b"release", "release_payload", b"release_payload", "request_id", b"request_id", "restore_begun", b"restore_begun", "restore_part", b"restore_part", "restored", b"restored", "seal", b"seal", "show_refill", b"show_refill", "step", b"step", "unhold", b"unhold", "update_run", b"update_run", "upload", b"upload", "wall", b"wall"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["decision", b"decision"]) -> typing.Literal["boot", "create_run", "delete_run", "update_run", "open_epoch", "step", "add_groups", "claim", "finish_trajectories", "finish_batch", "fail_trajectories", "finish_group", "fail_group", "evict_groups", "decline_refill", "evict_due", "show_refill", "lease", "seal", "commit", "release", "release_payload", "expire", "upload", "restore_begun", "restore_part", "restored", "hold", "unhold", "ack"] | None: ...
 
 Global___Record: typing_extensions.TypeAlias = Record
 
@@ -1060,6 +1098,102 @@ class Begin(google.protobuf.message.Message):
 Global___Begin: typing_extensions.TypeAlias = Begin
 
 @typing.final
+class ExternalImage(google.protobuf.message.Message):
+    """ExternalImage is one payload of an external store."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REF_FIELD_NUMBER: builtins.int
+    SINCE_FIELD_NUMBER: builtins.int
+    UNTIL_FIELD_NUMBER: builtins.int
+    since: builtins.int
+    """Number of holds made before it was named."""
+    until: builtins.int
+    """Number of holds made before it was let go; unset while it is named."""
+    @property
+    def ref(self) -> turnout.buffer.v1.buffer_pb2.PayloadRef:
+        """The payload."""
+
+    def __init__(
+        self,
+        *,
+        ref: turnout.buffer.v1.buffer_pb2.PayloadRef | None = ...,
+        since: builtins.int = ...,
+        until: builtins.int | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_until", b"_until", "ref", b"ref", "until", b"until"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_until", b"_until", "ref", b"ref", "since", b"since", "until", b"until"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_until", b"_until"]) -> typing.Literal["until"] | None: ...
+
+Global___ExternalImage: typing_extensions.TypeAlias = ExternalImage
+
+@typing.final
+class HoldImage(google.protobuf.message.Message):
+    """HoldImage is a checkpoint that holds external payloads."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CHECKPOINT_ID_FIELD_NUMBER: builtins.int
+    NUMBER_FIELD_NUMBER: builtins.int
+    checkpoint_id: builtins.str
+    """The checkpoint."""
+    number: builtins.int
+    """Number of the hold, from 1."""
+    def __init__(
+        self,
+        *,
+        checkpoint_id: builtins.str = ...,
+        number: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["checkpoint_id", b"checkpoint_id", "number", b"number"]) -> None: ...
+
+Global___HoldImage: typing_extensions.TypeAlias = HoldImage
+
+@typing.final
+class ExternalsImage(google.protobuf.message.Message):
+    """ExternalsImage is some of the external payloads of a run, which may be gone; all of it comes before the runs."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: builtins.int
+    HOLDS_MADE_FIELD_NUMBER: builtins.int
+    HOLDS_FIELD_NUMBER: builtins.int
+    PAYLOADS_FIELD_NUMBER: builtins.int
+    RELEASED_FIELD_NUMBER: builtins.int
+    GIVEN_UP_FIELD_NUMBER: builtins.int
+    run_id: builtins.str
+    """The run."""
+    holds_made: builtins.int
+    """Holds made so far."""
+    given_up: builtins.int
+    """References that were given up unacknowledged."""
+    @property
+    def holds(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___HoldImage]:
+        """Living holds, oldest first."""
+
+    @property
+    def payloads(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ExternalImage]:
+        """Payloads that were named before the newest of these holds, with those that only a hold keeps."""
+
+    @property
+    def released(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[turnout.buffer.v1.buffer_pb2.PayloadRef]:
+        """Payloads that were let go and not acknowledged, oldest first."""
+
+    def __init__(
+        self,
+        *,
+        run_id: builtins.str = ...,
+        holds_made: builtins.int = ...,
+        holds: collections.abc.Iterable[Global___HoldImage] | None = ...,
+        payloads: collections.abc.Iterable[Global___ExternalImage] | None = ...,
+        released: collections.abc.Iterable[turnout.buffer.v1.buffer_pb2.PayloadRef] | None = ...,
+        given_up: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["given_up", b"given_up", "holds", b"holds", "holds_made", b"holds_made", "payloads", b"payloads", "released", b"released", "run_id", b"run_id"]) -> None: ...
+
+Global___ExternalsImage: typing_extensions.TypeAlias = ExternalsImage
+
+@typing.final
 class CheckpointEnd(google.protobuf.message.Message):
     """CheckpointEnd is what a complete checkpoint says of itself."""
 
@@ -1106,6 +1240,7 @@ class Part(google.protobuf.message.Message):
     RUN_END_FIELD_NUMBER: builtins.int
     CHECKPOINT_FIELD_NUMBER: builtins.int
     CLAIMS_FIELD_NUMBER: builtins.int
+    EXTERNALS_FIELD_NUMBER: builtins.int
     run_end: builtins.bool
     """The end of that run."""
     @property
@@ -1144,6 +1279,10 @@ class Part(google.protobuf.message.Message):
     def claims(self) -> Global___ClaimsImage:
         """Claims on groups of that run."""
 
+    @property
+    def externals(self) -> Global___ExternalsImage:
+        """External payloads of a run."""
+
     def __init__(
         self,
         *,
@@ -1157,9 +1296,10 @@ class Part(google.protobuf.message.Message):
         run_end: builtins.bool = ...,
         checkpoint: Global___CheckpointEnd | None = ...,
         claims: Global___ClaimsImage | None = ...,
+        externals: Global___ExternalsImage | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["answers", b"answers", "begin", b"begin", "checkpoint", b"checkpoint", "claims", b"claims", "events", b"events", "groups", b"groups", "leases", b"leases", "part", b"part", "payload", b"payload", "run", b"run", "run_end", b"run_end"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["answers", b"answers", "begin", b"begin", "checkpoint", b"checkpoint", "claims", b"claims", "events", b"events", "groups", b"groups", "leases", b"leases", "part", b"part", "payload", b"payload", "run", b"run", "run_end", b"run_end"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["part", b"part"]) -> typing.Literal["begin", "run", "groups", "leases", "answers", "events", "payload", "run_end", "checkpoint", "claims"] | None: ...
+    def HasField(self, field_name: typing.Literal["answers", b"answers", "begin", b"begin", "checkpoint", b"checkpoint", "claims", b"claims", "events", b"events", "externals", b"externals", "groups", b"groups", "leases", b"leases", "part", b"part", "payload", b"payload", "run", b"run", "run_end", b"run_end"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["answers", b"answers", "begin", b"begin", "checkpoint", b"checkpoint", "claims", b"claims", "events", b"events", "externals", b"externals", "groups", b"groups", "leases", b"leases", "part", b"part", "payload", b"payload", "run", b"run", "run_end", b"run_end"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["part", b"part"]) -> typing.Literal["begin", "run", "groups", "leases", "answers", "events", "payload", "run_end", "checkpoint", "claims", "externals"] | None: ...
 
 Global___Part: typing_extensions.TypeAlias = Part
