@@ -26,7 +26,7 @@ from services.buffer.storage.replay import run_prefix
 from services.buffer.wire.config import config_to
 from services.runtime.clock import Clock, ContinuedClock
 from services.runtime.errors import TurnoutError, resource_exhausted, stale_epoch, unavailable
-from services.runtime.journal import Journal
+from services.runtime.journal import Durable, Journal
 from services.runtime.tasks import Tick
 from turnout.buffer.storage.v1 import storage_pb2 as st
 
@@ -116,6 +116,10 @@ class Desk:
         self.journal.append(run_id, record.SerializeToString())
         if self.journal.compaction_due:
             self.compaction_due.set()
+
+    def promise(self) -> Durable | None:
+        """The promise that everything decided so far becomes durable; None if nothing is stored."""
+        return None if self.journal is None else self.journal.tail()
 
     async def durable(self) -> None:
         """Return once everything decided so far is durable. Raises why it is not."""
@@ -234,14 +238,17 @@ class Desk:
         pumped = run.pump(partition, at)
         if self.journal is not None:
             self._record_pumped(run, partition, pumped, at)
+        told: list[ParkedWait] = []
         for wait, claim in pumped.refills:
             parked = parking.waits[wait.order]
             parked.refills.append(claim)
-            parked.wake.set()
+            told.append(parked)
         for wait, end in pumped.ended:
             parked = parking.waits[wait.order]
             parked.ended = end
-            parked.wake.set()
+            told.append(parked)
+        if told:
+            self._wake_once_durable(told)
         if parking.claims and next_group(partition) is not None:
             next(iter(parking.claims.values())).wake.set()
         for watch in parking.depth_watches:
@@ -249,6 +256,21 @@ class Desk:
         if parking.waits and parking.progress_timer is None and partition.index.counts != parking.told:
             loop = asyncio.get_running_loop()
             parking.progress_timer = loop.call_later(PROGRESS_GATHER_S, self._tell_progress, parking)
+
+    def _wake_once_durable(self, told: list[ParkedWait]) -> None:
+        """Wake calls for what was just decided on them; not before they may tell of it, so that each wakes once."""
+
+        def wake(_: object = None) -> None:
+            for parked in told:
+                parked.wake.set()
+
+        decided = self.promise()
+        if decided is None:
+            wake()
+            return
+        for parked in told:
+            parked.decided = decided
+        decided.add_done_callback(wake)
 
     def _record_pumped(self, run: Run, partition: Partition, pumped: Pumped, at: Moment) -> None:
         name = partition.name
@@ -299,8 +321,8 @@ class Desk:
         self.parking(run).partitions[partition.name].waits[wait.order] = parked
         return parked
 
-    def leave(self, run: Run, partition: Partition, parked: ParkedWait) -> None:
-        """The call of a wait is over."""
+    def leave(self, run: Run, partition: Partition, parked: ParkedWait, *, changed: bool) -> None:
+        """The call of a wait is over; `changed`: its end changed the partition."""
         parking = self._parking.get(run.run_id)
         if parking is None or parking.run is not run:
             return
@@ -309,8 +331,8 @@ class Desk:
         if not place.waits and place.progress_timer is not None:
             place.progress_timer.cancel()
             place.progress_timer = None
-        run.close_wait(partition, parked.wait, self.moment())
-        self.changed(run, partition)
+        if run.close_wait(partition, parked.wait, self.moment()) or changed:
+            self.changed(run, partition)
 
     # ------------------------------------------------------------------------------------------------------------ time
 

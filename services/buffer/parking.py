@@ -16,13 +16,15 @@ from services.buffer.domain.refill import RefillClaim
 from services.buffer.domain.run import Run
 from services.buffer.domain.waits import Wait, WaitEnd
 from services.runtime.errors import TurnoutError, resource_exhausted
+from services.runtime.journal import Durable
+from services.runtime.waits import Wake
 
 
 class Parked:
     """One parked call: woken by `wake`, ended by `error`."""
 
     def __init__(self) -> None:
-        self.wake = asyncio.Event()
+        self.wake = Wake()
         self.error: TurnoutError | None = None
 
     def check(self) -> None:
@@ -45,6 +47,13 @@ class ParkedWait(Parked):
         self.refills: deque[RefillClaim] = deque()
         self.ended: WaitEnd | None = None
         self.progress_due = False
+        # What must be durable before the caller is told of the newest refill claim or of the end.
+        self.decided: Durable | None = None
+
+    async def durable(self) -> None:
+        """Return once the caller may be told. Raises why what was decided is not stored."""
+        if self.decided is not None:
+            await self.decided
 
 
 class ParkedWatch(Parked):

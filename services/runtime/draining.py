@@ -1,14 +1,13 @@
 """The state in which a service stops: it takes nothing new, and what is parked ends.
 
-Invariants: draining is entered once and never left; whoever waits through `race` or `check` ends with UNAVAILABLE and
+Invariants: draining is entered once and never left; whoever waits through `race` or parks ends with UNAVAILABLE and
 the reason DRAINING, which tells a client that repeating the call elsewhere or later is safe.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable
 from typing import TypeVar
 
 from services.runtime.errors import TurnoutError, unavailable
@@ -27,6 +26,7 @@ class Draining:
     def __init__(self) -> None:
         self._event = asyncio.Event()
         self._limits: set[asyncio.Timeout] = set()
+        self._parked: set[asyncio.Future[None]] = set()
 
     @property
     def is_set(self) -> bool:
@@ -37,7 +37,10 @@ class Draining:
         """Begin to drain."""
         self._event.set()
         for limit in self._limits:
-            end_now(limit)
+            _end_now(limit)
+        for parked in self._parked:
+            if not parked.done():
+                parked.set_result(None)
 
     def check(self) -> None:
         """Raise UNAVAILABLE / DRAINING if the service is stopping."""
@@ -48,31 +51,32 @@ class Draining:
         """Return once the service is stopping."""
         await self._event.wait()
 
-    @contextmanager
-    def ending(self, limit: asyncio.Timeout) -> Iterator[None]:
-        """Let `limit`, which the running task has entered, end when the service stops: without a task of its own."""
-        self._limits.add(limit)
-        if self.is_set:
-            end_now(limit)
-        try:
-            yield
-        finally:
-            self._limits.discard(limit)
+    def park(self, future: asyncio.Future[None]) -> None:
+        """Resolve `future` when the service stops, unless it is `unpark`ed before."""
+        self._parked.add(future)
+
+    def unpark(self, future: asyncio.Future[None]) -> None:
+        """Leave `future` alone."""
+        self._parked.discard(future)
 
     async def race(self, awaitable: Awaitable[T]) -> T:
         """Return what `awaitable` gives, or cancel it and raise UNAVAILABLE / DRAINING if the service stops first."""
         limit = asyncio.timeout(None)
         try:
             async with limit:
-                with self.ending(limit):
-                    return await awaitable
+                self._limits.add(limit)
+                if self.is_set:
+                    _end_now(limit)
+                return await awaitable
         except TimeoutError:
             if limit.expired():
                 raise draining_error() from None
             raise
+        finally:
+            self._limits.discard(limit)
 
 
-def end_now(limit: asyncio.Timeout) -> None:
+def _end_now(limit: asyncio.Timeout) -> None:
     """Let a timeout that was entered pass, unless it has."""
     if not limit.expired():
         limit.reschedule(asyncio.get_running_loop().time())

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import math
+from functools import partial
 from typing import Final
 
 from google.protobuf.duration_pb2 import Duration
 
 from services.runtime.clock import Clock
-from services.runtime.draining import Draining, end_now
+from services.runtime.draining import Draining
 from services.runtime.errors import invalid_argument
 
 MAX_WAIT_S: Final = 30 * 86400.0
@@ -34,9 +35,10 @@ def duration_seconds(duration: Duration, field: str) -> float:
 
 def duration_of(seconds: float) -> Duration:
     """Return seconds as a protobuf Duration, to the nanosecond."""
-    duration = Duration()
-    duration.FromNanoseconds(round(seconds * 1e9))
-    return duration
+    # Both parts have the sign of the whole.
+    nanos = abs(round(seconds * 1e9))
+    sign = -1 if seconds < 0 else 1
+    return Duration(seconds=sign * (nanos // 1_000_000_000), nanos=sign * (nanos % 1_000_000_000))
 
 
 def wait_budget(max_wait_s: float | None, time_remaining_s: float | None, *, field: str = "max_wait") -> float:
@@ -60,30 +62,65 @@ def deadline_after(clock: Clock, wall_s: float) -> float:
     return clock.now() + wall_s / clock.scale
 
 
-async def park(event: asyncio.Event, deadline: float, *, clock: Clock, draining: Draining) -> bool:
-    """Wait until `event` is set (True) or domain time `deadline` has come (False).
+class Wake:
+    """What one parked call waits for: set by anybody on the event loop, cleared and waited for by that call alone.
 
-    Raises UNAVAILABLE / DRAINING if the service stops first. The caller clears the event, so that what happens while it
+    An asyncio.Event serves many, and to end its wait at a deadline takes a timeout, which cancels and catches; a
+    thousand calls may be parked and woken at once, so this is one future.
+    """
+
+    __slots__ = ("_waiter", "is_set")
+
+    def __init__(self) -> None:
+        self.is_set = False
+        self._waiter: asyncio.Future[None] | None = None
+
+    def set(self) -> None:
+        """Wake the call, or let its next wait return at once."""
+        self.is_set = True
+        if self._waiter is not None:
+            _resolve(self._waiter)
+
+    def clear(self) -> None:
+        """Wait anew for what comes from now on."""
+        self.is_set = False
+
+    def begin(self) -> asyncio.Future[None]:
+        """Begin to wait: what `set` resolves."""
+        self._waiter = asyncio.get_running_loop().create_future()
+        return self._waiter
+
+    def end(self) -> None:
+        """Wait no longer."""
+        self._waiter = None
+
+
+def _resolve(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
+
+
+async def park(wake: Wake, deadline: float, *, clock: Clock, draining: Draining) -> bool:
+    """Wait until `wake` is set (True) or domain time `deadline` has come (False).
+
+    Raises UNAVAILABLE / DRAINING if the service stops first. The caller clears it, so that what happens while it
     is busy is not missed and many changes wake it once.
     """
     draining.check()
-    if event.is_set():
+    if wake.is_set:
         return True
     if deadline <= clock.now():
         return False
-    # No task and no future of its own: a thousand parked calls may be woken at once.
-    limit = asyncio.timeout(None)
+    waiter = wake.begin()
+    draining.park(waiter)
+    timer = clock.call_at(deadline, partial(_resolve, waiter))
     try:
-        async with limit:
-            with draining.ending(limit):
-                timer = clock.call_at(deadline, lambda: end_now(limit))
-                try:
-                    await event.wait()
-                finally:
-                    timer.cancel()
-    except TimeoutError:
-        pass
-    if event.is_set():
+        await waiter
+    finally:
+        timer.cancel()
+        draining.unpark(waiter)
+        wake.end()
+    if wake.is_set:
         return True
     draining.check()
     return False

@@ -180,6 +180,20 @@ async def test_parked_calls_have_a_cap(buffer: Buffer, caller: Caller) -> None:
     assert (await caller.wait(0)).outcome == "REACHED"
 
 
+async def test_a_look_is_not_refused_for_parked_calls(buffer: Buffer, caller: Caller) -> None:
+    """With every slot taken, the Sample that would end the waits by its commit must not be refused for them."""
+    await caller.create(caps=pb.Caps(max_parked_waits=1))
+    parked = asyncio.create_task(caller.wait(2, max_wait=CALL_S))
+    await buffer.until_parked(1)
+    assert (await caller.sample(1)).outcome == "TIMED_OUT"
+    assert (await caller.wait(1)).outcome == "TIMED_OUT"
+    await caller.finish_new("a")
+    assert (await caller.sample(1, auto_commit=True)).outcome == "REACHED"
+    assert not parked.done()
+    await caller.finish_new("b", "c")
+    assert (await parked).outcome == "REACHED"
+
+
 async def test_a_batch_that_nobody_heard_of_goes_back(buffer: Buffer, caller: Caller) -> None:
     """A trainer whose connection broke would otherwise hold groups until its lease ends, and it extends that itself."""
     await caller.create()

@@ -12,7 +12,7 @@ from google.protobuf.wrappers_pb2 import StringValue
 from services.runtime.config import ServiceSettings
 from services.runtime.host import HostContext
 from services.runtime.process import run_service
-from services.runtime.waits import park
+from services.runtime.waits import Wake, park
 from tests.runtime.helpers import Probe
 
 
@@ -22,7 +22,7 @@ def main() -> int:
     def build(context: HostContext) -> Probe:
         async def stream(request: StringValue, _: Any) -> AsyncIterator[StringValue]:
             yield StringValue(value="here")
-            await park(asyncio.Event(), context.clock.now() + 3600, clock=context.clock, draining=context.draining)
+            await park(Wake(), context.clock.now() + 3600, clock=context.clock, draining=context.draining)
 
         async def hang() -> None:
             print("hanging", flush=True)

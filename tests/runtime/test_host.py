@@ -18,7 +18,7 @@ from services.runtime.config import ServiceSettings
 from services.runtime.draining import Draining
 from services.runtime.host import ServiceHost, StartError
 from services.runtime.statuses import from_rpc_error
-from services.runtime.waits import park
+from services.runtime.waits import Wake, park
 from tests.runtime.helpers import Caller, Probe, encode, probe_host
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -34,7 +34,7 @@ def _parking_host(settings: ServiceSettings, cleaned: list[str]) -> ServiceHost:
         async def stream(request: StringValue, _: Context) -> AsyncIterator[StringValue]:
             try:
                 yield StringValue(value="here")
-                await park(asyncio.Event(), clock.now() + 3600, clock=clock, draining=draining)
+                await park(Wake(), clock.now() + 3600, clock=clock, draining=draining)
             finally:
                 cleaned.append(request.value)
 

@@ -11,7 +11,7 @@ from google.protobuf.duration_pb2 import Duration
 from services.runtime.clock import ManualClock, MonotonicClock
 from services.runtime.draining import Draining
 from services.runtime.errors import Code, TurnoutError
-from services.runtime.waits import MAX_WAIT_S, deadline_after, duration_of, duration_seconds, park, wait_budget
+from services.runtime.waits import MAX_WAIT_S, Wake, deadline_after, duration_of, duration_seconds, park, wait_budget
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_deadlines_are_wall_time_whatever_the_scale() -> None:
 
 async def test_a_parked_wait_ends_with_its_event() -> None:
     """The event is what it waits for; the deadline only bounds it."""
-    clock, draining, event = ManualClock(), Draining(), asyncio.Event()
+    clock, draining, event = ManualClock(), Draining(), Wake()
     wait = asyncio.create_task(park(event, 10, clock=clock, draining=draining))
     await clock.advance(9)
     assert not wait.done()
@@ -80,14 +80,14 @@ async def test_a_parked_wait_ends_with_its_event() -> None:
 async def test_a_parked_wait_ends_at_its_deadline() -> None:
     """Nothing happens, and the wait still comes back."""
     clock, draining = ManualClock(), Draining()
-    wait = asyncio.create_task(park(asyncio.Event(), 10, clock=clock, draining=draining))
+    wait = asyncio.create_task(park(Wake(), 10, clock=clock, draining=draining))
     await clock.advance(10)
     assert await wait is False
 
 
 async def test_a_wait_of_nothing_looks_once() -> None:
     """max_wait = 0 means: tell me now."""
-    clock, draining, event = ManualClock(), Draining(), asyncio.Event()
+    clock, draining, event = ManualClock(), Draining(), Wake()
     assert await park(event, 0, clock=clock, draining=draining) is False
     event.set()
     assert await park(event, 0, clock=clock, draining=draining) is True
@@ -96,14 +96,14 @@ async def test_a_wait_of_nothing_looks_once() -> None:
 async def test_h50_a_parked_wait_ends_when_the_service_drains() -> None:
     """A wait that only its event could end would hold up a stop until the grace is over."""
     clock, draining = ManualClock(), Draining()
-    wait = asyncio.create_task(park(asyncio.Event(), 10, clock=clock, draining=draining))
+    wait = asyncio.create_task(park(Wake(), 10, clock=clock, draining=draining))
     await clock.advance(1)
     draining.set()
     with pytest.raises(TurnoutError) as caught:
         await wait
     assert (caught.value.code, caught.value.reason) == (Code.UNAVAILABLE, "DRAINING")
     with pytest.raises(TurnoutError):
-        await park(asyncio.Event(), 10, clock=clock, draining=draining)
+        await park(Wake(), 10, clock=clock, draining=draining)
 
 
 async def test_a_race_against_draining_cancels_the_loser() -> None:

@@ -33,12 +33,11 @@ class Pumped:
 def pump(partition: Partition, at: Moment) -> Pumped:
     """Evict, show refill claims, and end the waits that can end."""
     pumped = Pumped()
-    trainers = partition.waits.trainers
-    if trainers:
-        step = max(wait.step for wait in trainers.values())
+    step = partition.waits.highest_trainer_step()
+    if step is not None:
         if partition.evict_due(step, at):
             pumped.evicted_at = step
-        trainer = next(iter(trainers.values()))
+        trainer = next(iter(partition.waits.trainers.values()))
         if not partition.supply_ended:
             pumped.made_claim = partition.refill.free > 0
             shown = partition.refill.show(trainer.order, partition.state.ids)
@@ -54,8 +53,15 @@ def pump(partition: Partition, at: Moment) -> Pumped:
 def _meet(partition: Partition, step: int, waits: StepWaits, at: Moment, pumped: Pumped) -> None:
     held = partition.index.hold(step, partition.staleness) is not None
     reached = 0 if held else partition.index.sampleable(step, partition.staleness)
+    # Nothing changes between one watch and the next, so those that saw the same evictions are told the same.
+    ends: dict[int, WaitEnd] = {}
     while waits.watches and waits.watches[0].target <= reached:
-        _end(partition, waits.watches[0], WaitOutcome.REACHED, at, pumped)
+        watch = waits.watches[0]
+        end = ends.get(watch.cursor)
+        if end is None:
+            end = ends[watch.cursor] = _told(partition, watch, WaitOutcome.REACHED, at, pumped)
+        partition.waits.remove(watch)
+        pumped.ended.append((watch, end))
     while waits.samples and not held and waits.samples[0].target <= reached:
         wait = waits.samples[0]
         reached -= wait.target
@@ -79,8 +85,14 @@ def _end(
     partition: Partition, wait: Wait, outcome: WaitOutcome, at: Moment, pumped: Pumped, lease: Lease | None = None
 ) -> None:
     partition.waits.remove(wait)
+    pumped.ended.append((wait, _told(partition, wait, outcome, at, pumped, lease)))
+
+
+def _told(
+    partition: Partition, wait: Wait, outcome: WaitOutcome, at: Moment, pumped: Pumped, lease: Lease | None = None
+) -> WaitEnd:
     pumped.sealed = pumped.sealed or not partition.evictions.sealed
-    pumped.ended.append((wait, end_of(partition, wait, outcome, at, lease)))
+    return end_of(partition, wait, outcome, at, lease)
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,12 +76,13 @@ class RefillBook:
             claim.shown_to = wait
         return shown
 
-    def forget_wait(self, wait: int) -> None:
-        """The wait ended: what it was shown may be shown to another."""
-        for claim in self._claims.values():
-            if claim.shown_to == wait:
-                claim.shown_to = None
-                self._orphans[claim.claim_id] = claim
+    def forget_wait(self, wait: int) -> bool:
+        """The wait ended: what it was shown may be shown to another; returns whether there is anything."""
+        orphans = [claim for claim in self._claims.values() if claim.shown_to == wait]
+        for claim in orphans:
+            claim.shown_to = None
+            self._orphans[claim.claim_id] = claim
+        return bool(orphans)
 
     def forget_all_waits(self) -> None:
         """No wait lives any more."""

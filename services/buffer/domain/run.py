@@ -205,8 +205,8 @@ class Run:
         self._check_target(partition, spec)
         partition.evictions.check(spec.cursor)
         answered = self.state.leases.answered(spec.request_id, spec.fingerprint)
-        for other in partition.waits:
-            if spec.request_id and other.request_id == spec.request_id and other.fingerprint != spec.fingerprint:
+        for other in partition.waits if spec.request_id else ():
+            if other.request_id == spec.request_id and other.fingerprint != spec.fingerprint:
                 message = "this request_id is in use with other content"
                 raise invalid_argument("request_id", message, value=spec.request_id, reason="REQUEST_ID_REUSED")
         wait = Wait(
@@ -253,15 +253,16 @@ class Run:
         """The time of a wait has passed."""
         return pumping.time_out(partition, wait, at)
 
-    def close_wait(self, partition: Partition, wait: Wait, at: Moment) -> None:
-        """The call of a wait is over, however it ended; what it was shown may be shown to another."""
+    def close_wait(self, partition: Partition, wait: Wait, at: Moment) -> bool:
+        """The call of a wait is over, however it ended; returns whether it leaves anything to be shown to another."""
         if wait.closed:
-            return
+            return False
         wait.closed = True
         partition.waits.remove(wait)
-        if wait.trainer:
-            partition.refill.forget_wait(wait.order)
-            self.contact(at)
+        if not wait.trainer:
+            return False
+        self.contact(at)
+        return partition.refill.forget_wait(wait.order)
 
     # ---------------------------------------------------------------------------------------------------------- leases
 

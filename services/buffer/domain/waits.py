@@ -4,8 +4,8 @@ Invariants: waits are kept per step, since depth is per step, and within a step 
 change of depth ends is a prefix or a suffix; a wait that ended is no longer in the book.
 """
 
-from bisect import insort
-from collections import OrderedDict
+from bisect import bisect_left, insort
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
@@ -78,12 +78,13 @@ class StepWaits:
 class WaitBook:
     """The waits of a partition."""
 
-    __slots__ = ("_next_order", "_steps", "trainers")
+    __slots__ = ("_next_order", "_steps", "_trainer_steps", "trainers")
 
     def __init__(self) -> None:
         self._steps: dict[int, StepWaits] = {}
         self._next_order = 1
         self.trainers: OrderedDict[int, Wait] = OrderedDict()
+        self._trainer_steps: Counter[int] = Counter()
 
     def next_order(self) -> int:
         """The number of the next wait."""
@@ -96,16 +97,27 @@ class WaitBook:
         insort(self._steps.setdefault(wait.step, StepWaits()).of(wait), wait, key=lambda entry: entry.key)
         if wait.trainer:
             self.trainers[wait.order] = wait
+            self._trainer_steps[wait.step] += 1
 
     def remove(self, wait: Wait) -> None:
         """Take a wait out, if it is in."""
-        self.trainers.pop(wait.order, None)
+        if self.trainers.pop(wait.order, None) is not None:
+            self._trainer_steps[wait.step] -= 1
+            if not self._trainer_steps[wait.step]:
+                del self._trainer_steps[wait.step]
         step = self._steps.get(wait.step)
-        if step is None or wait not in step.of(wait):
+        if step is None:
             return
-        step.of(wait).remove(wait)
-        if not step:
-            del self._steps[wait.step]
+        waits = step.of(wait)
+        place = bisect_left(waits, wait.key, key=lambda entry: entry.key)
+        if place < len(waits) and waits[place] is wait:
+            del waits[place]
+            if not step:
+                del self._steps[wait.step]
+
+    def highest_trainer_step(self) -> int | None:
+        """The highest step that a trainer waits for; None if none waits."""
+        return max(self._trainer_steps, default=None)
 
     def steps(self) -> list[tuple[int, StepWaits]]:
         """The waits by step, lowest step first."""

@@ -1,7 +1,7 @@
 """Calls that wait for depth, and the leases that Sample gives."""
 
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, nullcontext
 from typing import Any
 
 from services.buffer.domain.depth import Depth
@@ -30,6 +30,10 @@ WaitEvent = Depth | RefillClaim | WaitEnd
 class WaitCalls(BufferCalls):
     """WaitForSampleable, Sample, CommitSample, ReleaseSample, RenewSample, ReleasePayload."""
 
+    # The final event told last by WaitForSampleable, and its message.
+    _told: WaitEnd | None = None
+    _done_message = pb.WaitForSampleableResponse()
+
     async def WaitForSampleable(
         self, request: pb.WaitForSampleableRequest, context: Context
     ) -> AsyncIterator[pb.WaitForSampleableResponse]:
@@ -49,7 +53,13 @@ class WaitCalls(BufferCalls):
                     case RefillClaim():
                         yield pb.WaitForSampleableResponse(refill_due=refill_due_to(event))
                     case WaitEnd():
-                        yield pb.WaitForSampleableResponse(done=wait_done_to(event))
+                        yield self._done(event)
+
+    def _done(self, end: WaitEnd) -> pb.WaitForSampleableResponse:
+        """The final message, which is the same for all that one change woke."""
+        if end is not self._told:
+            self._told, self._done_message = end, pb.WaitForSampleableResponse(done=wait_done_to(end))
+        return self._done_message
 
     async def Sample(self, request: pb.SampleRequest, context: Context) -> AsyncIterator[pb.SampleResponse]:
         """Wait for a batch, then lease it."""
@@ -93,6 +103,7 @@ class WaitCalls(BufferCalls):
             length = message.ByteSize()
             if end.lease is not None and length + 1024 > self.max_message_bytes:
                 self._release(run, end.lease.lease_id)
+                self.desk.changed(run, run.partition(end.lease.partition))
                 raise resource_exhausted(
                     "MANIFEST_TOO_LARGE",
                     f"the manifest of one group has {length} bytes, more than fits into a message",
@@ -116,7 +127,9 @@ class WaitCalls(BufferCalls):
         asked = duration_seconds(request.max_wait, "max_wait") if request.HasField("max_wait") else None
         deadline = deadline_after(clock, wait_budget(asked, context.time_remaining()))
         self.draining.check()
-        with self.desk.parking(run).slot():
+        parking = self.desk.parking(run)
+        # A look that is answered at once is not parked, and so not refused for those who are.
+        with parking.slot() if deadline > clock.now() else nullcontext():
             sealed = partition.evictions.sealed
             wait, answered = run.open_wait(partition, spec, self.desk.moment(), trainer=trainer)
             self.desk.sealed(run, partition, before=sealed)
@@ -133,13 +146,14 @@ class WaitCalls(BufferCalls):
                 told_at = clock.now()
                 while True:
                     while parked.refills:
-                        await self.desk.durable()
+                        await parked.durable()
                         yield parked.refills.popleft()
                     parked.check()
                     if parked.ended is None and clock.now() >= deadline:
                         parked.ended = self.desk.time_out(run, partition, wait)
+                        parked.decided = self.desk.promise()
                     if parked.ended is not None:
-                        await self.desk.durable()
+                        await parked.durable()
                         break
                     if parked.progress_due or clock.now() >= told_at + interval:
                         parked.progress_due = False
@@ -153,17 +167,21 @@ class WaitCalls(BufferCalls):
                 yield parked.ended
                 delivered = True
             finally:
-                self._give_back_undelivered(run, parked, delivered=delivered)
-                self.desk.leave(run, partition, parked)
+                returned = not delivered and self._give_back(run, parked)
+                self.desk.leave(run, partition, parked, changed=returned)
 
-    def _give_back_undelivered(self, run: Run, parked: ParkedWait, *, delivered: bool) -> None:
-        """A batch that nobody can ever have heard of goes back; with a request_id a repeat still finds it."""
+    def _give_back(self, run: Run, parked: ParkedWait) -> bool:
+        """A batch that nobody can ever have heard of goes back; with a request_id a repeat still finds it.
+
+        Returns whether there was one.
+        """
         lease = parked.ended.lease if parked.ended is not None else None
-        if delivered or lease is None or parked.wait.request_id or lease.lease_id not in run.state.leases.live:
-            return
+        if lease is None or parked.wait.request_id or lease.lease_id not in run.state.leases.live:
+            return False
         if self.desk.runs.get(run.run_id) is not run:
-            return
+            return False
         self._release(run, lease.lease_id)
+        return True
 
     def _commit(self, run: Run, lease_id: str) -> Sequence[str]:
         live = lease_id in run.state.leases.live

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Generator
+from functools import partial
 from typing import Any
 
 from services.runtime.errors import TurnoutError
@@ -17,7 +18,7 @@ from services.runtime.errors import TurnoutError
 class Parcel:
     """Records that are committed together."""
 
-    __slots__ = ("count", "error", "parts", "settled", "size", "waiters")
+    __slots__ = ("callbacks", "count", "error", "parts", "settled", "size", "waiters")
 
     def __init__(self) -> None:
         self.parts: list[bytes] = []
@@ -26,6 +27,7 @@ class Parcel:
         self.settled = False
         self.error: TurnoutError | None = None
         self.waiters: list[asyncio.Future[None]] = []
+        self.callbacks: list[Callable[[], object]] = []
 
     def settle(self, error: TurnoutError | None = None) -> None:
         """Wake all who wait; once settled, a parcel stays as it is."""
@@ -34,6 +36,9 @@ class Parcel:
         self.settled = True
         self.error = error
         self.parts.clear()
+        for callback in self.callbacks:
+            callback()
+        self.callbacks.clear()
         for waiter in self.waiters:
             if not waiter.done():
                 waiter.set_result(None)
@@ -73,11 +78,15 @@ class Durable:
         return None if error is None else TurnoutError(error.code, error.reason, error.message, error.metadata)
 
     def add_done_callback(self, callback: Callable[[Durable], object]) -> None:
-        """Call `callback(self)` on the event loop once done: soon, if that is so already.
+        """Call `callback(self)` on the event loop, in the turn in which it is done: at once, if that is so already.
 
-        Callbacks run in the order of their records, those of one parcel in the order in which they were added.
+        Callbacks run in the order of their records, those of one parcel in the order in which they were added, and
+        before anybody who awaits the same parcel. They must not raise.
         """
-        self._parcel.wait().add_done_callback(lambda _: callback(self))
+        if self._parcel.settled:
+            callback(self)
+        else:
+            self._parcel.callbacks.append(partial(callback, self))
 
     def __await__(self) -> Generator[Any, None, int]:
         if not self._parcel.settled:
