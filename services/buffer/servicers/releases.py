@@ -1,13 +1,12 @@
 """Calls of those who own external payload stores."""
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import nullcontext
 
 from services.buffer.servicers.base import BufferCalls, Context
 from services.buffer.wire.outputs import ref_to
 from services.runtime.errors import invalid_argument, require_id, unavailable
-from services.runtime.waits import MAX_WAIT_S, deadline_after, park
+from services.runtime.waits import MAX_WAIT_S, Wake, deadline_after, park
 from turnout.buffer.v1 import buffer_pb2 as pb
 
 # Some 100 kB.
@@ -30,7 +29,7 @@ class ReleaseCalls(BufferCalls):
             book = self.run(run_id).state.payloads.external
         run = self.desk.runs.get(run_id)
         clock = self.desk.clock
-        wake = asyncio.Event()
+        wake = Wake()
         seen = given_up = 0
         book.listeners.add(wake.set)
         try:
