@@ -34,6 +34,7 @@ from turnout.client._errors import (
     Unimplemented,
     item_error,
 )
+from turnout.client._fork import Forked
 from turnout.client._link import LinkClosed
 from turnout.client._options import ClientOptions, Keepalive, RetryPolicy, Timeouts
 from turnout.client._payloads import INLINE_BYTES
@@ -56,6 +57,7 @@ __all__ = [
     "DeltaFn",
     "EngineClient",
     "FailedPrecondition",
+    "Forked",
     "Generation",
     "InternalError",
     "InvalidArgument",

@@ -6,7 +6,8 @@ drive the same coroutine without an event loop: user callbacks run on the caller
 
 Invariants: nothing is opened before the first call; a link has one channel for waits and one for everything else, so
 that parked waits never stand in the way of the call that releases them; loopback targets never go through a proxy; an
-asyncio link serves one event loop and says so when another one uses it.
+asyncio link serves one event loop and says so when another one uses it; a forked child opens channels of its own, or
+is told at once that it cannot.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, TypeVar
+from weakref import WeakSet
 
 import grpc
 import grpc.aio
 
+from turnout.client import _fork
 from turnout.client._errors import TurnoutError, from_rpc_error
 from turnout.client._options import ClientOptions
 from turnout.client._targets import is_local, proxy_hint
@@ -159,8 +162,14 @@ def _bind(channel: Any, method: Method) -> Any:
     )
 
 
+class _AtWork:
+    """A call that waits for its answer."""
+
+
 class BlockingLink:
     """A link over blocking stubs: it has no event loop, and may be used from any number of threads."""
+
+    asynchronous = False
 
     def __init__(self, target: str, options: ClientOptions) -> None:
         self.target = target
@@ -169,6 +178,18 @@ class BlockingLink:
         self._channels: dict[bool, grpc.Channel] = {}
         self._callables: dict[str, Any] = {}
         self._closed = False
+        self._at_work: WeakSet[object] = WeakSet()
+        _fork.watch(self)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it has a channel."""
+        return bool(self._channels)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a call is at work."""
+        return bool(self._at_work)
 
     def now(self) -> float:
         """Monotonic seconds."""
@@ -189,15 +210,26 @@ class BlockingLink:
     async def unary(self, method: Method, request: Any, timeout: float) -> Any:
         """Make a call with one answer, blocking."""
         argument = request if method.shape == "unary_unary" else iter(request)
+        call = self._callable(method)
+        at_work = _AtWork()
+        self._at_work.add(at_work)
         try:
-            return self._callable(method)(argument, timeout=timeout)
+            return call(argument, timeout=timeout)
         except grpc.RpcError as error:
             raise self.explain(error) from error
+        finally:
+            self._at_work.discard(at_work)
 
     def stream(self, method: Method, request: Any, timeout: float | None) -> Stream:
         """Make a call with many answers."""
         argument = request if method.shape == "unary_stream" else iter(request)
-        return _BlockingStream(self._callable(method)(argument, timeout=timeout), self)
+        stream = _BlockingStream(self._callable(method)(argument, timeout=timeout), self)
+        self._at_work.add(stream)
+        return stream
+
+    def ended(self, stream: _BlockingStream) -> None:
+        """A stream has come to its end."""
+        self._at_work.discard(stream)
 
     def explain(self, error: grpc.RpcError) -> TurnoutError | LinkClosed:
         """Return what a failed call means."""
@@ -213,6 +245,13 @@ class BlockingLink:
         for channel in channels:
             channel.close()
 
+    def forget(self) -> list[Any]:
+        """Used by `_fork`, in the child."""
+        # A thread that stayed behind may hold the lock.
+        self._lock, self._at_work = threading.Lock(), WeakSet()
+        channels, self._channels, self._callables = list(self._channels.values()), {}, {}
+        return channels
+
     def _callable(self, method: Method) -> Any:
         with self._lock:
             if self._closed:
@@ -225,6 +264,7 @@ class BlockingLink:
             return self._callables[method.path]
 
     def _open(self) -> grpc.Channel:
+        _fork.opening(self)
         arguments = channel_options(self.target, self._options)
         if self._options.credentials is not None:
             return grpc.secure_channel(self.target, self._options.credentials, options=arguments)
@@ -240,17 +280,22 @@ class _BlockingStream:
         try:
             return next(self._call)
         except StopIteration:
+            self._link.ended(self)
             # A coroutine must not end with StopIteration.
             raise StopAsyncIteration from None
         except grpc.RpcError as error:
+            self._link.ended(self)
             raise self._link.explain(error) from error
 
     def cancel(self) -> None:
         self._call.cancel()
+        self._link.ended(self)
 
 
 class AsyncLink:
     """A link over asyncio stubs, for the event loop of its first call."""
+
+    asynchronous = True
 
     def __init__(self, target: str, options: ClientOptions) -> None:
         self.target = target
@@ -259,6 +304,17 @@ class AsyncLink:
         self._channels: dict[bool, grpc.aio.Channel] = {}
         self._callables: dict[str, Any] = {}
         self._closed = False
+        _fork.watch(self)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it has a channel."""
+        return bool(self._channels)
+
+    @property
+    def is_busy(self) -> bool:
+        """Being open is enough: gRPC's asyncio half does not survive a fork at rest either."""
+        return self.is_open
 
     def now(self) -> float:
         """Monotonic seconds."""
@@ -302,6 +358,11 @@ class AsyncLink:
         if self._closed and not (task and task.cancelling()):
             raise LinkClosed(self.target)
 
+    def forget(self) -> list[Any]:
+        """Used by `_fork`, in the child."""
+        channels, self._channels, self._callables, self._loop = list(self._channels.values()), {}, {}, None
+        return channels
+
     def _callable(self, method: Method) -> Any:
         loop = asyncio.get_running_loop()
         if self._closed:
@@ -321,6 +382,7 @@ class AsyncLink:
         return self._callables[method.path]
 
     def _open(self) -> grpc.aio.Channel:
+        _fork.opening(self)
         arguments = channel_options(self.target, self._options)
         if self._options.credentials is not None:
             return grpc.aio.secure_channel(self.target, self._options.credentials, options=arguments)
