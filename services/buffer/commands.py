@@ -12,6 +12,7 @@ from services.buffer.domain.moment import Moment
 from services.buffer.domain.partition import Partition
 from services.buffer.domain.run import Run
 from services.buffer.wire.groups import failure_from, outcome_to, result_from, spec_from
+from services.buffer.wire.outputs import same_outputs
 from services.runtime.errors import TurnoutError, require_id
 from turnout.buffer.storage.v1 import storage_pb2 as st
 from turnout.buffer.v1 import buffer_pb2 as pb
@@ -54,7 +55,7 @@ def claim(partition: Partition, said: st.Claim, at: Moment) -> list[Claim]:
 
 def finish(partition: Partition, items: Iterable[pb.TrajectoryResult], at: Moment) -> list[pb.ItemOutcome]:
     """Settle trajectories with their results."""
-    return each(items, lambda item: results.finish(partition, result_from(item), at))
+    return each(items, lambda item: results.finish(partition, result_from(item), at, same_outputs))
 
 
 def fail(run: Run, request: pb.FailTrajectoriesRequest, at: Moment) -> pb.FailTrajectoriesResponse:

@@ -5,15 +5,16 @@ Invariants:
   * pending + running + finished trajectories = n while the group is not terminal.
   * It is running as soon as a trajectory was claimed or settled. It is pending again only when it was wholly re-issued:
     nothing runs, nothing finished, no partial output is kept.
-  * A terminal group changes no trajectory any more.
+  * A terminal group changes no trajectory any more: of each it keeps the outputs, and what else is remarkable.
 """
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from types import MappingProxyType
 
-from services.buffer.domain.outputs import NOTHING, Output, Payload
+from services.buffer.domain.outputs import NOTHING, Outputs, Payload
 from services.buffer.domain.trajectory import Trajectory, TrajectoryState
 from services.buffer.domain.variance import zero_variance
 
@@ -30,15 +31,27 @@ class GroupState(Enum):
     EVICTED = 7
 
 
+# Shared by the terminal groups all of whose trajectories finished at the first attempt.
+_PLAIN = Trajectory(TrajectoryState.FINISHED)
+NO_ODD: Mapping[int, Trajectory] = MappingProxyType({})
+
+
 @dataclass(slots=True, eq=False)
 class Group:
-    """One prompt group. `started_at` is domain time, `added_at` unix time."""
+    """One prompt group of `size` trajectories. `started_at` is domain time, `added_at` unix time.
+
+    Until it is terminal its trajectories are `members`. Then `results` are the encoded outputs of the finished ones,
+    joined, `placed` their payloads with index and position, `small_bytes` the bytes of payloads within `results`, and
+    `odd` those trajectories, without their outputs, that did not just finish at the first attempt. A hundred thousand
+    terminal groups are what a full buffer holds, so they are as few objects as may be.
+    """
 
     group_id: str
     sequence: int
     born: int
-    trajectories: list[Trajectory]
+    members: Sequence[Trajectory]
     added_at: float
+    size: int = 0
     prompt: Payload | None = None
     tags: Mapping[str, str] = field(default_factory=lambda: NOTHING)
     state: GroupState = GroupState.PENDING
@@ -49,18 +62,27 @@ class Group:
     started_at: float = 0.0
     lease_id: str = ""
     error: str = ""
+    results: bytes = b""
+    placed: tuple[tuple[int, int, Payload], ...] = ()
+    small_bytes: int = 0
+    odd: Mapping[int, Trajectory] = field(default_factory=lambda: NO_ODD)
     _partials: int = 0
     # Trajectories below this one have been claimed or settled before; saves a list of fresh ones per group.
     _fresh: int = 0
     _reissued: dict[int, deque[int]] | None = field(default=None)
 
     def __post_init__(self) -> None:
-        self.pending = len(self.trajectories)
+        if self.members:
+            self.pending = self.size = len(self.members)
 
     @property
-    def size(self) -> int:
-        """The group's n."""
-        return len(self.trajectories)
+    def trajectories(self) -> Sequence[Trajectory]:
+        """All trajectories; of a terminal group without their outputs."""
+        return self.members or [self.odd.get(index, _PLAIN) for index in range(self.size)]
+
+    def trajectory(self, index: int) -> Trajectory:
+        """One of them."""
+        return self.members[index] if self.members else self.odd.get(index, _PLAIN)
 
     @property
     def running(self) -> int:
@@ -81,7 +103,7 @@ class Group:
         if not indices:
             attempt, indices = 1, self._take_fresh(limit)
         for index in indices:
-            trajectory = self.trajectories[index]
+            trajectory = self.members[index]
             trajectory.state = TrajectoryState.RUNNING
             trajectory.claim_id = claim_id
             trajectory.done = None
@@ -96,7 +118,7 @@ class Group:
             indices: list[int] = []
             while queue and len(indices) < limit:
                 index = queue.popleft()
-                trajectory = self.trajectories[index]
+                trajectory = self.members[index]
                 if trajectory.state is TrajectoryState.PENDING and trajectory.attempt == attempt:
                     indices.append(index)
             if not queue:
@@ -108,37 +130,37 @@ class Group:
     def _take_fresh(self, limit: int) -> list[int]:
         indices: list[int] = []
         while self._fresh < self.size and len(indices) < limit:
-            trajectory = self.trajectories[self._fresh]
+            trajectory = self.members[self._fresh]
             if trajectory.state is TrajectoryState.PENDING and trajectory.attempt == 1:
                 indices.append(self._fresh)
             self._fresh += 1
         return indices
 
-    def settle(self, index: int, outputs: tuple[Output, ...]) -> None:
+    def settle(self, index: int, outputs: Outputs) -> None:
         """Finish one trajectory; the caller closes the group when all are finished."""
-        trajectory = self.trajectories[index]
+        trajectory = self.members[index]
         if trajectory.state is TrajectoryState.PENDING:
             self.pending -= 1
-        if trajectory.partial:
+        if trajectory.partial is not None:
             self._partials -= 1
-            trajectory.partial = ()
+            trajectory.partial = None
         trajectory.state = TrajectoryState.FINISHED
         trajectory.outputs = outputs
         trajectory.error = ""
         self.finished += 1
         self.state = GroupState.RUNNING
 
-    def reissue(self, index: int, error: str, *, uses_attempt: bool, partial: tuple[Output, ...] = ()) -> None:
+    def reissue(self, index: int, error: str, *, uses_attempt: bool, partial: Outputs | None = None) -> None:
         """Make one unsettled trajectory pending under the next attempt; a new partial output replaces the kept one."""
-        trajectory = self.trajectories[index]
+        trajectory = self.members[index]
         if trajectory.state is TrajectoryState.RUNNING:
             self.pending += 1
         trajectory.state = TrajectoryState.PENDING
         trajectory.attempt += 1
         trajectory.failures += uses_attempt
         trajectory.error = error
-        if partial:
-            self._partials += not trajectory.partial
+        if partial is not None:
+            self._partials += trajectory.partial is None
             trajectory.partial = partial
         if self._reissued is None:
             self._reissued = {}
@@ -151,13 +173,17 @@ class Group:
 
     def put_back(self, reissued: Iterable[int]) -> None:
         """Count what its trajectories, filled in as they once were, make up."""
-        self.pending = sum(trajectory.state is TrajectoryState.PENDING for trajectory in self.trajectories)
-        self.finished = sum(trajectory.state is TrajectoryState.FINISHED for trajectory in self.trajectories)
-        self._partials = sum(bool(trajectory.partial) for trajectory in self.trajectories)
+        if not self.members:
+            unfinished = [odd for odd in self.odd.values() if odd.state is not TrajectoryState.FINISHED]
+            self.finished = self.size - len(unfinished)
+            return
+        self.pending = sum(trajectory.state is TrajectoryState.PENDING for trajectory in self.members)
+        self.finished = sum(trajectory.state is TrajectoryState.FINISHED for trajectory in self.members)
+        self._partials = sum(trajectory.partial is not None for trajectory in self.members)
         for index in reissued:
             if self._reissued is None:
                 self._reissued = {}
-            self._reissued.setdefault(self.trajectories[index].attempt, deque()).append(index)
+            self._reissued.setdefault(self.members[index].attempt, deque()).append(index)
 
     @property
     def has_partials(self) -> bool:
@@ -171,28 +197,50 @@ class Group:
 
     def finish(self, metric: str | None) -> None:
         """Make the group finished; trajectories that are not are dropped. `metric`: reward of the variance filter."""
-        self._drop_unsettled("the group was closed without it")
-        self.state = GroupState.FINISHED
         self.zero_variance = metric is not None and zero_variance(
-            [output.rewards[metric] for output in self._outputs() if metric in output.rewards]
+            [rewards[metric] for _, outputs in self._outputs() for rewards in outputs.rewards if metric in rewards]
         )
+        self._close("the group was closed without it")
+        self.state = GroupState.FINISHED
 
     def fail(self, error: str) -> None:
         """Make the group failed, whatever its trajectories did; the finished ones keep their outputs."""
-        self._drop_unsettled(error)
+        if self.members:
+            self._close(error)
         self.state = GroupState.FAILED
         self.failed = True
         self.error = error
         self.zero_variance = False
 
-    def _outputs(self) -> list[Output]:
-        return [output for trajectory in self.trajectories for output in trajectory.outputs]
+    def _outputs(self) -> list[tuple[int, Outputs]]:
+        return [
+            (index, trajectory.outputs)
+            for index, trajectory in enumerate(self.members)
+            if trajectory.outputs is not None
+        ]
 
-    def _drop_unsettled(self, error: str) -> None:
-        for trajectory in self.trajectories:
-            if trajectory.state is not TrajectoryState.FINISHED and trajectory.state is not TrajectoryState.FAILED:
-                trajectory.state = TrajectoryState.FAILED
-                trajectory.error = trajectory.error or error
+    def _close(self, error: str) -> None:
+        outputs = self._outputs()
+        self.results = b"".join([kept.encoded for _, kept in outputs])
+        placed = [
+            (index, position, payload)
+            for index, kept in outputs
+            for position, payload in kept.payloads
+            if isinstance(payload, Payload)
+        ]
+        self.placed = tuple(placed)
+        self.small_bytes = sum([kept.small_bytes for _, kept in outputs])
+        odd: dict[int, Trajectory] = {}
+        for index, trajectory in enumerate(self.members):
+            if not trajectory.plain:
+                odd[index] = trajectory
+                trajectory.outputs = trajectory.partial = trajectory.done = None
+                trajectory.claim_id = ""
+                if trajectory.state is not TrajectoryState.FINISHED:
+                    trajectory.state = TrajectoryState.FAILED
+                    trajectory.error = trajectory.error or error
+        self.odd = odd or NO_ODD
+        self.members = ()
         self.pending = 0
         self._reissued = None
 
@@ -209,12 +257,13 @@ class Group:
     def payloads(self) -> list[Payload]:
         """Everything it holds in a store: prompt, outputs, kept partial outputs."""
         held = [self.prompt] if self.prompt is not None else []
-        for trajectory in self.trajectories:
-            held += kept_payloads(trajectory.outputs)
-            held += kept_payloads(trajectory.partial)
+        held += [payload for _, _, payload in self.placed]
+        for trajectory in self.members:
+            for outputs in (trajectory.outputs, trajectory.partial):
+                if outputs is not None:
+                    held += outputs.kept()
         return held
 
-
-def kept_payloads(outputs: tuple[Output, ...]) -> list[Payload]:
-    """The payloads of kept outputs."""
-    return [output.payload for output in outputs if isinstance(output.payload, Payload)]
+    def small(self) -> int:
+        """Bytes of the payloads that are kept with its outputs, not in a store."""
+        return self.small_bytes + sum([outputs.small_bytes for _, outputs in self._outputs()])

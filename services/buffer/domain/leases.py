@@ -47,6 +47,10 @@ class Lease:
         """Everything its groups hold in a store."""
         return [payload for group in self.groups for payload in group.payloads()]
 
+    def small_bytes(self) -> int:
+        """Bytes of payloads that its groups hold themselves."""
+        return sum([group.small_bytes for group in self.groups])
+
 
 class LeaseBook:
     """The leases of a run."""

@@ -146,6 +146,7 @@ class Partition:
         self.arrivals.add(group)
         self.index.enter(group)
         self.state.groups += 1
+        self.state.payloads.adopt_small(group.small())
         for payload in group.payloads():
             self.state.payloads.adopt(payload)
 
@@ -160,7 +161,7 @@ class Partition:
     def end_claims(self, group: Group) -> None:
         """No worker holds a trajectory of the group any more."""
         if group.live and group.running:
-            for index, trajectory in enumerate(group.trajectories):
+            for index, trajectory in enumerate(group.members):
                 if trajectory.state is TrajectoryState.RUNNING:
                     self.state.claims.release(trajectory.claim_id, index)
 
@@ -232,7 +233,7 @@ class Partition:
         self.state.touch(self.name, group)
         self.end_claims(group)
         self._remove(group, GroupState.EVICTED)
-        self.state.payloads.drop(group.payloads())
+        self.state.payloads.drop(group.payloads(), group.small())
         self.evictions.record(reasons, span(step, group.born))
         self.log(GroupEventKind.EVICTED, group, at, reasons=reasons)
 

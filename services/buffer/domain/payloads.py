@@ -3,7 +3,7 @@
 Invariants: bytes of the buffer's own store live as long as something names them or their upload lease lasts; `held` is
 the sum of the declared sizes of everything kept, external payloads included; a payload is named only if it exists with
 that size and CRC. The bytes themselves are the business of a PayloadStore, or of an external store, whose payloads the
-ExternalBook of the run follows.
+ExternalBook of the run follows; those of small payloads of results are with their group, and only counted here.
 """
 
 from collections.abc import Collection, Iterable
@@ -16,7 +16,7 @@ from google_crc32c import extend
 from services.buffer.domain.deadlines import Deadlines
 from services.buffer.domain.external import ExternalBook, Key
 from services.buffer.domain.ids import Ids
-from services.buffer.domain.outputs import InlinePayload, Output, Payload
+from services.buffer.domain.outputs import InlinePayload, Outputs, Payload
 from services.runtime.errors import TurnoutError, invalid_argument, not_found, require_id, resource_exhausted
 
 # Larger payloads go through PutPayload: many inline ones travel in one message, whose size is bounded.
@@ -234,28 +234,21 @@ class PayloadBook:
             self.external.name(payload)
         entry.holders += 1
 
-    def keep_outputs(self, outputs: Iterable[Output]) -> tuple[Output, ...]:
-        """The outputs with every payload named; they passed `check_outputs`."""
-        return tuple([self._keep_output(output) for output in outputs])
+    def keep_outputs(self, outputs: Outputs) -> None:
+        """Name every payload of outputs that passed `check_outputs`, and put what is kept in its place."""
+        self.held += outputs.small_bytes
+        if outputs.payloads:
+            outputs.payloads = tuple([(position, self.keep(payload)) for position, payload in outputs.payloads])
 
-    def _keep_output(self, output: Output) -> Output:
-        if output.payload is None:
-            return output
-        payload = self.keep(output.payload)
-        return Output(output.segments, output.prompt_tokens, output.rewards, payload, output.tags)
-
-    def check_outputs(self, field: str, outputs: Iterable[Output]) -> None:
+    def check_outputs(self, field: str, outputs: Outputs) -> None:
         """Raise unless every payload of the outputs can be named."""
-        for position, output in enumerate(outputs):
-            payload = output.payload
-            if isinstance(payload, InlinePayload) and len(payload.data) <= MAX_INLINE_BYTES:
-                continue  # Nearly all of them; the name of the field is for errors only.
-            if payload is not None:
-                self.check(f"{field}[{position}].payload", payload)
+        for position, payload in outputs.payloads:
+            self.check(f"{field}[{position}].payload", payload)
 
-    def drop(self, payloads: Iterable[Payload]) -> int:
-        """Something no longer names these; returns the bytes that are gone for good."""
+    def drop(self, payloads: Iterable[Payload], small: int = 0) -> int:
+        """Something no longer names these, nor `small` bytes beside it; returns the bytes that are gone for good."""
         before = self.held
+        self.held -= small
         for payload in payloads:
             if payload.store:
                 self._drop_external((payload.store, payload.id))
@@ -309,6 +302,10 @@ class PayloadBook:
         """Let every upload live until `until`."""
         for payload_id in self._uploads.names():
             self._uploads.set(payload_id, until)
+
+    def adopt_small(self, size: int) -> None:
+        """Count bytes that are with a group."""
+        self.held += size
 
     def adopt(self, payload: Payload, *, upload_until: float | None = None) -> None:
         """Name a payload whose bytes the store has already, or, with a time, keep it as an upload."""

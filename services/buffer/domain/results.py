@@ -6,25 +6,23 @@ retried failure makes only that trajectory pending again; the group is born agai
 nothing runs, nothing finished and no partial output is kept.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import TypeAlias
 
 from services.buffer.domain.claims import Claim, ClaimToken, stale_claim
 from services.buffer.domain.events import GroupEvent, GroupEventKind
-from services.buffer.domain.group import Group, GroupState, kept_payloads
+from services.buffer.domain.group import Group, GroupState
 from services.buffer.domain.moment import Moment
-from services.buffer.domain.outputs import (
-    Output,
-    check_finished,
-    check_partial,
-    last_replica,
-    same_outputs,
-    total_length,
-)
+from services.buffer.domain.outputs import InlinePayload, Outputs, Payload
 from services.buffer.domain.partition import Partition
 from services.buffer.domain.trajectory import Trajectory, TrajectoryState, cut_error
 from services.runtime.errors import TurnoutError, already_exists, failed_precondition, invalid_argument, require_id
+
+Same: TypeAlias = Callable[[int, bytes, Sequence[tuple[int, Payload | InlinePayload]], Outputs], bool]
+"""Whether the outputs of a trajectory, given by index, among the encoded ones of its group, and their payloads are what
+is offered. It is for those who know the encoding to say."""
 
 
 @dataclass(slots=True)
@@ -33,7 +31,7 @@ class Result:
 
     group_id: str
     index: int
-    outputs: tuple[Output, ...]
+    outputs: Outputs
     token: ClaimToken | None = None
 
 
@@ -54,26 +52,27 @@ class Failure:
     kind: FailureKind | None
     token: ClaimToken | None = None
     error: str = ""
-    partial: tuple[Output, ...] = ()
+    partial: Outputs | None = None
 
 
-def finish(partition: Partition, result: Result, at: Moment) -> None:
+def finish(partition: Partition, result: Result, at: Moment, same: Same) -> None:
     """Settle a trajectory with its result; the same result again has no effect."""
     group, trajectory = _find(partition, result.group_id, result.index)
-    check_finished(result.outputs)
-    _check_metric(partition.filter_metric, result.outputs)
+    outputs = result.outputs
+    if partition.filter_metric is not None:
+        _check_metric(partition.filter_metric, outputs)
     if trajectory.state is TrajectoryState.FINISHED:
-        if same_outputs(trajectory.outputs, result.outputs):
+        if _is_same(group, trajectory, result, same):
             return
         raise _settled(group, result.index)
     _check_open(group, trajectory, result.token)
     payloads = partition.state.payloads
-    payloads.check_outputs("outputs", result.outputs)
+    payloads.check_outputs("outputs", outputs)
 
     partition.state.touch(partition.name, group)
-    outputs = payloads.keep_outputs(result.outputs)
-    if trajectory.partial:
-        payloads.drop(kept_payloads(trajectory.partial))
+    payloads.keep_outputs(outputs)
+    if trajectory.partial is not None:
+        payloads.drop(trajectory.partial.kept())
     started = group.state is GroupState.PENDING
     if started:
         partition.index.leave(group)
@@ -90,8 +89,8 @@ def finish(partition: Partition, result: Result, at: Moment) -> None:
         group,
         at,
         index=result.index,
-        lengths=(total_length(outputs),),
-        replica_id=last_replica(outputs),
+        lengths=(outputs.length,),
+        replica_id=outputs.replica_id,
         attempt=trajectory.attempt,
     )
     if group.finished == group.size:
@@ -101,13 +100,13 @@ def finish(partition: Partition, result: Result, at: Moment) -> None:
 def fail(partition: Partition, failure: Failure, at: Moment) -> None:
     """Report a failed attempt."""
     group, trajectory = _find(partition, failure.group_id, failure.index)
-    check_partial(failure.partial)
     if failure.kind is None:
         raise invalid_argument("kind", "the kind of a failure must be said", reason="KIND_UNSPECIFIED")
     if trajectory.state is TrajectoryState.FINISHED:
         raise _settled(group, failure.index)
     _check_open(group, trajectory, failure.token)
-    partition.state.payloads.check_outputs("partial.outputs", failure.partial)
+    if failure.partial is not None:
+        partition.state.payloads.check_outputs("partial.outputs", failure.partial)
     _lose_attempt(partition, group, failure, at)
 
 
@@ -194,14 +193,20 @@ def _find(partition: Partition, group_id: str, index: int) -> tuple[Group, Traje
     if not 0 <= index < group.size:
         message = f"the group has trajectories 0 to {group.size - 1}"
         raise invalid_argument("index", message, value=index, reason="INDEX_OUT_OF_RANGE", group_id=group_id)
-    return group, group.trajectories[index]
+    return group, group.trajectory(index)
 
 
-def _check_metric(metric: str | None, outputs: Iterable[Output]) -> None:
-    if metric is None:
-        return
-    for position, output in enumerate(outputs):
-        if metric not in output.rewards:
+def _is_same(group: Group, trajectory: Trajectory, result: Result, same: Same) -> bool:
+    kept = trajectory.outputs
+    if kept is not None:
+        return same(result.index, kept.encoded, kept.payloads, result.outputs)
+    placed = [(position, payload) for index, position, payload in group.placed if index == result.index]
+    return same(result.index, group.results, placed, result.outputs)
+
+
+def _check_metric(metric: str, outputs: Outputs) -> None:
+    for position, rewards in enumerate(outputs.rewards):
+        if metric not in rewards:
             message = f"the group filter needs the reward {metric!r} on every output"
             raise invalid_argument(f"outputs[{position}].rewards", message, value=metric, reason="REWARD_MISSING")
 
@@ -241,8 +246,10 @@ def _check_open(group: Group, trajectory: Trajectory, token: ClaimToken | None) 
     if token is None:
         if trajectory.claim_id:
             raise stale_claim(None)
-    elif trajectory.state is not TrajectoryState.RUNNING or token != ClaimToken(
-        trajectory.claim_id, trajectory.attempt
+    elif (
+        trajectory.state is not TrajectoryState.RUNNING
+        or token.claim_id != trajectory.claim_id
+        or token.attempt != trajectory.attempt
     ):
         raise stale_claim(token)
 
@@ -258,10 +265,12 @@ def _lose_attempt(partition: Partition, group: Group, failure: Failure, at: Mome
         trajectory.error = error
         _fail_group(partition, group, error, at)
         return
-    partial: tuple[Output, ...] = ()
-    if state.config.partial_rollout and total_length(failure.partial):
-        partial = state.payloads.keep_outputs(failure.partial)
-        state.payloads.drop(kept_payloads(trajectory.partial))
+    partial: Outputs | None = None
+    if state.config.partial_rollout and failure.partial is not None and failure.partial.length:
+        partial = failure.partial
+        state.payloads.keep_outputs(partial)
+        if trajectory.partial is not None:
+            state.payloads.drop(trajectory.partial.kept())
     if trajectory.state is TrajectoryState.RUNNING:
         state.claims.release(trajectory.claim_id, failure.index)
     group.reissue(failure.index, error, uses_attempt=uses_attempt, partial=partial)
@@ -280,9 +289,9 @@ def _finish_group(partition: Partition, group: Group, at: Moment) -> None:
     partition.end_claims(group)
     _drop_partials(partition, group)
     partition.index.leave(group)
+    lengths = tuple([0 if member.outputs is None else member.outputs.length for member in group.members])
     group.finish(partition.filter_metric)
     partition.index.enter(group)
-    lengths = tuple(total_length(trajectory.outputs) for trajectory in group.trajectories)
     partition.log(GroupEventKind.FINISHED, group, at, lengths=lengths)
 
 
@@ -298,7 +307,7 @@ def _fail_group(partition: Partition, group: Group, error: str, at: Moment) -> N
 
 def _drop_partials(partition: Partition, group: Group) -> None:
     """The kept output of trajectories that will not be continued any more goes."""
-    for trajectory in group.trajectories:
-        if trajectory.partial:
-            partition.state.payloads.drop(kept_payloads(trajectory.partial))
-            trajectory.partial = ()
+    for trajectory in group.members:
+        if trajectory.partial is not None:
+            partition.state.payloads.drop(trajectory.partial.kept())
+            trajectory.partial = None

@@ -312,7 +312,7 @@ class Run:
         return self._let_payloads_go(lease)
 
     def _let_payloads_go(self, lease: Lease) -> int:
-        freed = self.state.payloads.drop(lease.payloads())
+        freed = self.state.payloads.drop(lease.payloads(), lease.small_bytes())
         lease.groups = ()
         return freed
 

@@ -7,7 +7,7 @@ Invariants: it settles once; `attempt` rises with every re-issue, which makes th
 from dataclasses import dataclass
 from enum import Enum
 
-from services.buffer.domain.outputs import Output
+from services.buffer.domain.outputs import Outputs
 
 # Kept of an error text: enough for the last line of a traceback, small enough to be listed.
 MAX_ERROR_BYTES = 1024
@@ -30,10 +30,20 @@ class Trajectory:
     attempt: int = 1
     failures: int = 0
     claim_id: str = ""
-    outputs: tuple[Output, ...] = ()
-    partial: tuple[Output, ...] = ()
+    outputs: Outputs | None = None
+    partial: Outputs | None = None
     done: int | None = None
     error: str = ""
+
+    @property
+    def fresh(self) -> bool:
+        """Whether nothing has happened to it yet."""
+        return self.state is TrajectoryState.PENDING and self.attempt == 1 and not self.claim_id and not self.error
+
+    @property
+    def plain(self) -> bool:
+        """Whether it finished at its first attempt."""
+        return self.state is TrajectoryState.FINISHED and self.attempt == 1 and not self.failures and not self.error
 
 
 def cut_error(text: str) -> str:

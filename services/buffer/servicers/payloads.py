@@ -14,6 +14,7 @@ from services.buffer.storage.checkpoints import Checkpoints
 from services.buffer.wire.frames import chunk_frame
 from services.buffer.wire.outputs import ref_from, ref_to, token_from
 from services.buffer.wire.scalars import duration
+from services.buffer.wire.small import small_payloads
 from services.runtime.draining import Draining
 from services.runtime.errors import TurnoutError, data_loss, invalid_argument, out_of_range, require_id
 from turnout.buffer.storage.v1 import storage_pb2 as st
@@ -102,13 +103,16 @@ class PayloadCalls(BufferCalls):
         """Stream the bytes of references under a sample lease or a claim."""
         run = self.run(request.run_id)
         refs = [ref_from(ref) for ref in request.refs]
+        small: dict[str, bytes] = {}
         if request.lease_id:
-            opened = access.of_lease(run, require_id("lease_id", request.lease_id))
+            lease = access.of_lease(run, require_id("lease_id", request.lease_id))
+            opened = lease.payloads()
+            small = small_payloads(lease.groups, refs)
         elif request.HasField("claim"):
             opened = access.of_claim(run, token_from(request.claim))
         else:
             raise invalid_argument("lease_id", "a sample lease or a claim is needed to read by", reason="REQUIRED")
-        access.check_readable(run, opened, refs)
+        access.check_readable(run, opened, refs, small)
         total = sum(ref.size for ref in refs)
         if request.resume_at < 0:
             message = "resume_at must not be negative"
@@ -118,24 +122,29 @@ class PayloadCalls(BufferCalls):
             raise out_of_range("RESUME_BEYOND_END", message, field="resume_at", value=request.resume_at, total=total)
         # What is being read does not go away under the reader when its lease ends.
         book = run.state.payloads
-        book.pin(refs)
+        stored = [ref for ref in refs if ref.id not in small]
+        book.pin(stored)
         try:
             skip = request.resume_at
             for position, payload in enumerate(refs):
                 if skip and skip >= payload.size:
                     skip -= payload.size
                     continue
-                async for frame in self._stream(run, payload, position, skip):
+                async for frame in self._stream(run, payload, position, skip, small.get(payload.id)):
                     yield frame
                 skip = 0
         finally:
-            book.unpin(refs)
+            book.unpin(stored)
 
     async def _stream(
-        self, run: Run, payload: Payload, position: int, offset: int
+        self, run: Run, payload: Payload, position: int, offset: int, small: bytes | None
     ) -> AsyncIterator[pb.GetPayloadsResponse]:
         header = pb.GetPayloadsHeader(ref_index=position, offset=offset)
         yield pb.GetPayloadsResponse(header=header)
+        if small is not None:
+            yield cast(pb.GetPayloadsResponse, chunk_frame(small[offset:]))
+            yield pb.GetPayloadsResponse(end=pb.GetPayloadsEnd(crc32c=payload.crc32c))
+            return
         # The next bytes are read while the present ones are sent.
         ahead = self._read_ahead(payload, offset)
         try:

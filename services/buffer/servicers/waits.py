@@ -12,7 +12,14 @@ from services.buffer.domain.waits import WaitEnd
 from services.buffer.parking import ParkedWait
 from services.buffer.servicers.base import BufferCalls, Context, optional_epoch, required_step
 from services.buffer.wire.scalars import int64
-from services.buffer.wire.waits import progress_to, refill_due_to, sample_done_to, sampled_to, wait_done_to
+from services.buffer.wire.waits import (
+    progress_to,
+    refill_due_to,
+    sample_done_to,
+    sampled_to,
+    versions_of,
+    wait_done_to,
+)
 from services.runtime.errors import invalid_argument, require_id, resource_exhausted
 from services.runtime.waits import deadline_after, duration_of, duration_seconds, park, wait_budget
 from turnout.buffer.storage.v1 import storage_pb2 as st
@@ -84,14 +91,16 @@ class WaitCalls(BufferCalls):
                     case RefillClaim():
                         yield pb.SampleResponse(refill_due=refill_due_to(event))
                     case WaitEnd():
+                        versions: list[tuple[int, int]] = []
                         for part in self._parts(run, event):
+                            versions += versions_of(part) if partition.training else ()
                             yield pb.SampleResponse(groups=part)
                         if event.lease is not None and spec.auto_commit:
                             self._commit(run, event.lease.lease_id)
                             self.desk.changed(run, partition)
                             await self.desk.durable()
                         left = 0.0 if event.lease is None else run.lease_left(event.lease, self.desk.clock.now())
-                        done = sample_done_to(event, training=partition.training, lease=self.wall(left))
+                        done = sample_done_to(event, versions, lease=self.wall(left))
                         yield pb.SampleResponse(done=done)
 
     def _parts(self, run: Run, end: WaitEnd) -> list[pb.SampledGroups]:

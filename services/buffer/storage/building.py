@@ -87,15 +87,17 @@ class RunBuilder:
         leases = [(read_lease(image, run.partitions[image.partition]), image.retained) for image in self._leases]
         run.state.leases.restore(leases, now + times.sample)
         for lease, retained in leases:
-            for payload in lease.payloads() if retained else ():
-                run.state.payloads.adopt(payload)
+            if retained:
+                run.state.payloads.adopt_small(lease.small_bytes())
+                for payload in lease.payloads():
+                    run.state.payloads.adopt(payload)
 
     def _claim(self, image: st.ClaimImage) -> Claim:
         group = self.run.partitions[image.partition].groups[image.group_id]
         token = ClaimToken(image.token.claim_id, image.token.attempt)
         held = {
             index
-            for index, trajectory in enumerate(group.trajectories)
+            for index, trajectory in enumerate(group.members)
             if trajectory.state is TrajectoryState.RUNNING and trajectory.claim_id == token.claim_id
         }
         return Claim(token, image.partition, group, image.worker_id, held)

@@ -21,7 +21,7 @@ import google_crc32c
 from services.runtime.errors import TurnoutError, data_loss
 from turnout.buffer.storage.v1 import storage_pb2 as st
 
-_MAGIC: Final = b"TNCKPT01"
+_MAGIC: Final = b"TNCKPT02"
 _FRAME: Final = struct.Struct(">II")
 _TAIL: Final = struct.Struct(">QQI")
 _CRC: Final = struct.Struct(">I")

@@ -9,37 +9,53 @@ from dataclasses import replace
 
 from services.buffer.domain.events import GroupEvent, GroupEventKind
 from services.buffer.domain.evictions import EvictionReason, EvictionSummary
-from services.buffer.domain.group import Group, GroupState
+from services.buffer.domain.group import NO_ODD, Group, GroupState
 from services.buffer.domain.leases import Lease, LeaseState
-from services.buffer.domain.outputs import Output, Payload
+from services.buffer.domain.outputs import Outputs, Payload
 from services.buffer.domain.partition import Partition
 from services.buffer.domain.refill import RefillClaim
 from services.buffer.domain.trajectory import Trajectory, TrajectoryState
-from services.buffer.wire.outputs import output_to, outputs_from, payload_to, ref_from, tags_from
-from services.buffer.wire.scalars import int64, members
+from services.buffer.wire.outputs import kept_outputs, payload_to, ref_from, tags_from
+from services.buffer.wire.scalars import int64
+from services.buffer.wire.scalars import members as by_number
 from services.buffer.wire.waits import reasons_to
 from turnout.buffer.storage.v1 import storage_pb2 as st
 from turnout.buffer.v1 import buffer_pb2 as pb
 
-_TRAJECTORY_STATES = members(TrajectoryState)
-_EVENT_KINDS = members(GroupEventKind)
+_TRAJECTORY_STATES = by_number(TrajectoryState)
+_EVENT_KINDS = by_number(GroupEventKind)
+_GROUP_STATES = by_number(GroupState)
 _SHOWN = (GroupState.PENDING, GroupState.RUNNING, GroupState.FINISHED, GroupState.FAILED, GroupState.SAMPLED)
+_STATE_NUMBERS = {state: pb.GroupState.ValueType(state.value) for state in _SHOWN}
 
 
 def write_group(image: st.GroupImage, group: Group) -> None:
     """Fill an image with a group as it is."""
     write_prompt(image, group)
     image.started_at = group.started_at
-    if group.state in _SHOWN:
-        image.state = pb.GroupState.ValueType(group.state.value)
-    image.failed = group.failed
-    image.zero_variance = group.zero_variance
-    image.lease_id = group.lease_id
-    image.error = group.error
-    for trajectory in group.trajectories:
-        write_trajectory(image.trajectories.add(), trajectory)
-    if group.live:
+    state = _STATE_NUMBERS.get(group.state)
+    if state is not None:
+        image.state = state
+    if group.failed:
+        image.failed = True
+        image.error = group.error
+    if group.zero_variance:
+        image.zero_variance = True
+    if group.lease_id:
+        image.lease_id = group.lease_id
+    if group.members:
+        for index, trajectory in enumerate(group.members):
+            if not trajectory.fresh:
+                write_trajectory(image.odd[index], trajectory)
         image.reissued.extend(group.reissued())
+        return
+    image.results = group.results
+    if group.small_bytes:
+        image.small_bytes = group.small_bytes
+    for index, trajectory in group.odd.items():
+        write_trajectory(image.odd[index], trajectory)
+    for index, position, payload in group.placed:
+        image.placed.add(index=index, position=position, payload=payload_to(payload))
 
 
 def write_prompt(image: st.GroupImage, group: Group) -> None:
@@ -48,6 +64,7 @@ def write_prompt(image: st.GroupImage, group: Group) -> None:
     image.sequence = group.sequence
     image.born = int64(group.born)
     image.added_at = group.added_at
+    image.size = group.size
     if group.tags:
         image.tags.update(group.tags)
     if group.prompt is not None:
@@ -62,10 +79,17 @@ def write_trajectory(image: st.TrajectoryImage, trajectory: Trajectory) -> None:
     image.failures = trajectory.failures
     image.claim_id = trajectory.claim_id
     image.error = trajectory.error
-    if trajectory.outputs:
-        image.outputs.extend([output_to(output) for output in trajectory.outputs])
-    if trajectory.partial:
-        image.partial.extend([output_to(output) for output in trajectory.partial])
+    if trajectory.outputs is not None:
+        _write_outputs(image.outputs, trajectory.outputs)
+    if trajectory.partial is not None:
+        _write_outputs(image.partial, trajectory.partial)
+
+
+def _write_outputs(image: st.OutputsImage, outputs: Outputs) -> None:
+    image.encoded = outputs.encoded
+    for position, payload in outputs.payloads:
+        if isinstance(payload, Payload):
+            image.placed.add(position=position, payload=payload_to(payload))
 
 
 def read_group(image: st.GroupImage) -> Group:
@@ -75,20 +99,31 @@ def read_group(image: st.GroupImage) -> Group:
         prompt = ref_from(image.prompt.ref, image.prompt.content_type)
         if image.prompt_inline:
             prompt = replace(prompt, inline=True)
+    state = _GROUP_STATES[image.state] if image.state else GroupState.COMMITTED
+    odd = {index: _read_trajectory(trajectory) for index, trajectory in image.odd.items()} if image.odd else NO_ODD
+    members: list[Trajectory] = []
+    if state is GroupState.PENDING or state is GroupState.RUNNING:
+        members = [odd.get(index) or Trajectory() for index in range(image.size)]
+        odd = NO_ODD
     group = Group(
         image.group_id,
         image.sequence,
         image.born,
-        [_read_trajectory(trajectory) for trajectory in image.trajectories],
+        members or (),
         image.added_at,
-        prompt=prompt,
-        tags=tags_from(image.tags),
-        state=GroupState(image.state) if image.state else GroupState.COMMITTED,
-        failed=image.failed,
-        zero_variance=image.zero_variance,
+        image.size,
+        prompt,
+        tags_from(image.tags),
+        state,
+        image.failed,
+        image.zero_variance,
         started_at=image.started_at,
         lease_id=image.lease_id,
         error=image.error,
+        results=image.results,
+        placed=tuple([(placed.index, placed.position, _read_payload(placed.payload)) for placed in image.placed]),
+        small_bytes=image.small_bytes,
+        odd=odd,
     )
     group.put_back(image.reissued)
     return group
@@ -100,14 +135,19 @@ def _read_trajectory(image: st.TrajectoryImage) -> Trajectory:
         image.attempt,
         image.failures,
         image.claim_id,
-        _read_outputs(image.outputs),
-        _read_outputs(image.partial),
+        _read_outputs(image.outputs) if image.HasField("outputs") else None,
+        _read_outputs(image.partial) if image.HasField("partial") else None,
         error=image.error,
     )
 
 
-def _read_outputs(messages: Iterable[pb.Output]) -> tuple[Output, ...]:
-    return outputs_from(messages, "outputs") if messages else ()
+def _read_outputs(image: st.OutputsImage) -> Outputs:
+    placed = [(placed.position, _read_payload(placed.payload)) for placed in image.placed]
+    return kept_outputs(image.encoded, placed)
+
+
+def _read_payload(message: pb.Payload) -> Payload:
+    return ref_from(message.ref, message.content_type)
 
 
 def write_lease(

@@ -2,7 +2,7 @@
 
 Invariants: the image is the run as it was when the imaging began: what is small is copied then, and a group that is
 about to change before its turn is written down first. Payloads of a group that was written stay readable until
-`release`. Between two parts at most a few hundred trajectories are written, so whoever takes parts can pause often.
+`release`. Little is written between two parts, so whoever takes parts can pause often.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -23,8 +23,12 @@ from services.runtime.idempotency import Answer
 from turnout.buffer.storage.v1 import storage_pb2 as st
 from turnout.buffer.v1 import buffer_pb2 as pb
 
-# Some hundred microseconds of writing, and some 30 kB.
-TRAJECTORIES_PER_PART = 128
+# Groups are written into a part until it has about this size, which takes some hundred microseconds.
+PART_BYTES = 64 << 10
+# What is counted for a group beside its results, and for a trajectory that is not settled: both take time rather than
+# space.
+GROUP_BYTES = 512
+MEMBER_BYTES = 512
 ITEMS_PER_PART = 250
 
 T = TypeVar("T")
@@ -107,8 +111,6 @@ class RunImaging:
         elif group.live:
             write_prompt(made, group)
             made.state = pb.GROUP_STATE_PENDING
-            for _ in group.trajectories:
-                made.trajectories.add(state=pb.TRAJECTORY_STATE_PENDING, attempt=1)
             payloads = [] if group.prompt is None else [group.prompt]
         else:
             write_group(made, group)
@@ -133,8 +135,8 @@ class RunImaging:
                 if group.sequence in self._done:
                     continue
                 self._write(part.groups, group)
-                size += group.size
-                if size >= TRAJECTORIES_PER_PART:
+                size += GROUP_BYTES + len(group.results) + MEMBER_BYTES * len(group.members)
+                if size >= PART_BYTES:
                     yield self._taken(), part
                     yield from self._take_early()
                     part, size = self._new_groups(partition), 0

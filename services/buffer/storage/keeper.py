@@ -27,7 +27,7 @@ from services.runtime.logs import get_logger
 from services.runtime.tasks import Tick
 from turnout.buffer.storage.v1 import storage_pb2 as st
 
-SCHEMA = "buffer/1"
+SCHEMA = "buffer/2"
 EXIT_FAILED = 1
 # Wall seconds between two attempts to load again, for example while the disk is full.
 RETRY_S = 1.0

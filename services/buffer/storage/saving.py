@@ -59,7 +59,7 @@ async def save(desk: Desk, checkpoints: Checkpoints, run: Run, step: int, checkp
         try:
             async with checkpoints.writing(run.run_id, checkpoint_id) as sink:
                 async for part in _parts(desk, run, imaging):
-                    end.info.bytes += len(part.payload.data)
+                    end.info.bytes += len(part.payload.data) + sum(group.small_bytes for group in part.groups.groups)
                     await sink.write(part)
                 end.info.created_at.CopyFrom(_now(desk))
                 await sink.write(st.Part(checkpoint=end))
@@ -223,10 +223,8 @@ class _Payloads:
         """Let a group name its payloads by their new ids."""
         if group.HasField("prompt"):
             self._rename(group.prompt)
-        for trajectory in group.trajectories:
-            for output in (*trajectory.outputs, *trajectory.partial):
-                if output.HasField("payload"):
-                    self._rename(output.payload)
+        for placed in group.placed:
+            self._rename(placed.payload)
 
     def _rename(self, payload: pb.Payload) -> None:
         if not payload.ref.store:

@@ -8,10 +8,12 @@ from services.buffer.domain.results import Failure, FailureKind, Progress, Resul
 from services.buffer.domain.trajectory import TrajectoryState
 from services.buffer.wire.outputs import (
     ReadInline,
-    output_to,
-    outputs_from,
+    finished_from,
+    partial_from,
     payload_from,
     payload_to,
+    show_outputs,
+    shown_outputs,
     tags_from,
     token_from,
     token_to,
@@ -53,10 +55,11 @@ def spec_from(message: pb.GroupSpec, position: int) -> GroupSpec:
 
 def result_from(message: pb.TrajectoryResult) -> Result:
     """The result of one trajectory."""
+    index = message.index
     return Result(
         message.group_id,
-        message.index,
-        outputs_from(message.outputs, "outputs"),
+        index,
+        finished_from(message.outputs, index),
         token_from(message.token) if message.HasField("token") else None,
     )
 
@@ -70,7 +73,7 @@ def failure_from(message: pb.TrajectoryFailure) -> Failure:
         None if message.kind == 0 else enum_of(FailureKind, message.kind, "kind", FailureKind.PERMANENT),
         token_from(message.token) if message.HasField("token") else None,
         error=message.error,
-        partial=outputs_from(message.partial.outputs, "partial.outputs"),
+        partial=partial_from(message.partial.outputs, message.index),
     )
 
 
@@ -93,9 +96,9 @@ def claim_size(group: Group, limit: int) -> int:
         size += group.prompt.size if group.prompt.inline else _REF_BYTES
     size += sum(len(name.encode()) + len(value.encode()) + _ENTRY_BYTES for name, value in group.tags.items())
     if group.has_partials:
-        size += sum(
-            output_to(output).ByteSize() + _ENTRY_BYTES for item in group.trajectories for output in item.partial
-        )
+        for partial in (member.partial for member in group.members):
+            if partial is not None:
+                size += len(partial.encoded) + len(partial.rewards) * (_REF_BYTES + _ENTRY_BYTES)
     return size
 
 
@@ -114,9 +117,9 @@ def claim_to(claim: Claim, lease: float, read_inline: ReadInline) -> pb.Claim:
         message.prompt.CopyFrom(payload_to(group.prompt, read_inline))
     for index in sorted(claim.open):
         item = message.trajectories.add(index=index)
-        partial = group.trajectories[index].partial
-        if partial:
-            item.partial.outputs.extend(map(output_to, partial))
+        partial = group.members[index].partial
+        if partial is not None:
+            item.partial.outputs.extend(shown_outputs(partial, group.sequence, index))
     return message
 
 
@@ -140,13 +143,18 @@ def group_to(partition: Partition, group: Group) -> pb.Group:
             attempt=trajectory.attempt,
             used_attempts=trajectory.failures,
             error=trajectory.error,
-            outputs=[output_to(output) for output in trajectory.outputs],
         )
+        if trajectory.outputs is not None:
+            item.outputs.extend(shown_outputs(trajectory.outputs, group.sequence, index))
         if trajectory.done is not None:
             item.done = trajectory.done
         if trajectory.state is TrajectoryState.RUNNING:
             claim = partition.state.claims.get(trajectory.claim_id)
             item.worker_id = claim.worker_id if claim is not None else ""
+    entries = pb.SampledGroup.FromString(group.results).trajectories
+    show_outputs(entries, group.sequence, group.placed)
+    for entry in entries:
+        message.trajectories[entry.index].outputs.extend(entry.outputs)
     return message
 
 

@@ -1,25 +1,30 @@
 """Outputs, payloads and claim tokens on the wire.
 
-Invariant: the CRC32C of inline bytes is computed as they arrive; bytes that are kept leave as references, except
-prompts, which workers get as they came.
+Invariants: outputs are kept as they arrived, encoded as the `trajectories` of a SampledGroup, so that those of a group,
+joined, are those of its manifest; payloads that a store keeps are taken out and put back as references. Bytes that are
+kept leave as references, small ones too, except prompts, which workers get as they came.
 """
 
-from collections.abc import Callable, Iterable, Mapping
-from sys import intern
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from google_crc32c import value as crc32c
 
 from services.buffer.domain.claims import ClaimToken
 from services.buffer.domain.outputs import (
-    NO_REWARDS,
     NOTHING,
+    SMALL_BYTES,
     InlinePayload,
-    Output,
+    Outputs,
     Payload,
-    Segment,
     SegmentEnd,
+    check_any,
+    check_prompt,
+    check_rewards,
+    check_segment,
+    check_whole,
 )
 from services.buffer.wire.scalars import enum_of
+from services.buffer.wire.small import small_id
 from services.runtime.errors import invalid_argument
 from turnout.buffer.v1 import buffer_pb2 as pb
 
@@ -70,79 +75,143 @@ def tags_from(tags: Mapping[str, str]) -> Mapping[str, str]:
     return dict(tags) if tags else NOTHING
 
 
-def outputs_from(messages: Iterable[pb.Output], field: str) -> tuple[Output, ...]:
-    """Outputs as they arrived; only what the wire can get wrong is checked."""
-    return tuple([_output_from(message, field, position) for position, message in enumerate(messages)])
+_COMPLETED = pb.SEGMENT_END_COMPLETED
+_CONTINUED = pb.SEGMENT_END_CONTINUED
+_ABORTED = pb.SEGMENT_END_ABORTED
+_LARGEST_END = max(pb.SegmentEnd.values())
 
 
-# The names of fields are put together only for errors: this is on the path of every result.
-def _output_from(message: pb.Output, field: str, position: int) -> Output:
-    rewards = message.rewards
-    return Output(
-        tuple([_segment_from(segment, field, position, number) for number, segment in enumerate(message.segments)]),
-        message.prompt_tokens,
-        {intern(name): value for name, value in rewards.items()} if rewards else NO_REWARDS,
-        _output_payload_from(message.payload, field, position) if message.HasField("payload") else None,
-        tags_from(message.tags),
+def finished_from(messages: Iterable[pb.Output], index: int) -> Outputs:
+    """What a finished trajectory produced, checked."""
+    outputs = _outputs_from(messages, "outputs", index, finished=True)
+    check_any("outputs", len(outputs.rewards))
+    return outputs
+
+
+def partial_from(messages: Iterable[pb.Output], index: int) -> Outputs | None:
+    """What an attempt had produced when it ended, checked; its payloads are for another attempt to name."""
+    return _outputs_from(messages, "partial.outputs", index, finished=False) if messages else None
+
+
+def _outputs_from(messages: Iterable[pb.Output], field: str, index: int, *, finished: bool) -> Outputs:
+    group = pb.SampledGroup()
+    entry = group.trajectories.add()
+    entry.index = index
+    entry.outputs.extend(messages)
+    length = small = 0
+    replica_id = ""
+    rewards: list[Mapping[str, float]] = []
+    payloads: list[tuple[int, Payload | InlinePayload]] = []
+    # This is on the path of every result: the copy is walked once, and the names of fields are for errors alone.
+    for position, output in enumerate(entry.outputs):
+        check_prompt(field, position, output.prompt_tokens)
+        produced = number = end = 0
+        for number, segment in enumerate(output.segments, 1):
+            tokens, end = segment.tokens, segment.end
+            if not end:
+                segment.end = end = _COMPLETED
+            elif end > _LARGEST_END or end < 0:
+                enum_of(SegmentEnd, end, f"{field}[{position}].segments[{number - 1}].end", SegmentEnd.COMPLETED)
+            check_segment(field, position, number - 1, tokens, segment.weight_version, aborted=end == _ABORTED)
+            produced += tokens
+            replica_id = segment.replica_id
+        if not number:
+            replica_id = ""
+        if finished:
+            check_whole(field, position, number, produced, continued=end == _CONTINUED)
+        length += produced
+        named = dict(output.rewards)
+        check_rewards(field, position, named)
+        rewards.append(named)
+        if output.HasField("payload"):
+            payload = output.payload
+            if finished and payload.WhichOneof("source") == "inline" and len(payload.inline) <= SMALL_BYTES:
+                small += len(payload.inline)
+            else:
+                payloads.append((position, payload_from(payload, f"{field}[{position}].payload")))
+                output.ClearField("payload")
+    return Outputs(group.SerializeToString(), length, replica_id, tuple(rewards), tuple(payloads), small)
+
+
+def kept_outputs(encoded: bytes, payloads: Iterable[tuple[int, Payload]]) -> Outputs:
+    """Outputs as they were kept, from what was written down of them."""
+    (entry,) = pb.SampledGroup.FromString(encoded).trajectories
+    segments = [segment for output in entry.outputs for segment in output.segments]
+    last = entry.outputs[-1].segments if entry.outputs else ()
+    return Outputs(
+        encoded,
+        sum([segment.tokens for segment in segments]),
+        last[-1].replica_id if last else "",
+        tuple([dict(output.rewards) for output in entry.outputs]),
+        tuple(payloads),
+        sum([len(output.payload.inline) for output in entry.outputs]),
     )
 
 
-def _segment_from(message: pb.Segment, field: str, position: int, number: int) -> Segment:
-    end = SegmentEnd.COMPLETED
-    if message.end:
-        end = enum_of(SegmentEnd, message.end, f"{field}[{position}].segments[{number}].end", end)
-    return Segment(
-        message.tokens,
-        message.weight_version if message.HasField("weight_version") else None,
-        end,
-        # A few names over millions of segments.
-        intern(message.replica_id),
-    )
+def same_outputs(
+    index: int, encoded: bytes, payloads: Sequence[tuple[int, Payload | InlinePayload]], offered: Outputs
+) -> bool:
+    """Whether a repeated result is the one that is kept already.
+
+    Bytes are equal by size and CRC: a worker that lost its answer may have uploaded them under a new id.
+    """
+    return _described(index, encoded, payloads) == _described(index, offered.encoded, offered.payloads)
 
 
-def _output_payload_from(message: pb.Payload, field: str, position: int) -> Payload | InlinePayload:
-    if message.WhichOneof("source") == "inline":
-        data = message.inline
-        return InlinePayload(data, crc32c(data), intern(message.content_type))
-    return payload_from(message, f"{field}[{position}].payload")
+def _described(
+    index: int, encoded: bytes, payloads: Iterable[tuple[int, Payload | InlinePayload]]
+) -> list[tuple[pb.Output, tuple[int, int, str] | None]]:
+    apart = {position: (payload.size, payload.crc32c, payload.content_type) for position, payload in payloads}
+    described: list[tuple[pb.Output, tuple[int, int, str] | None]] = []
+    for entry in pb.SampledGroup.FromString(encoded).trajectories:
+        if entry.index != index:
+            continue
+        for position, output in enumerate(entry.outputs):
+            bytes_of = apart.get(position)
+            if output.HasField("payload"):
+                data = output.payload.inline
+                bytes_of = (len(data), crc32c(data), output.payload.content_type)
+                output.ClearField("payload")
+            described.append((output, bytes_of))
+    return described
 
 
-def output_to(output: Output) -> pb.Output:
-    """A kept output, its payload as a reference."""
-    message = pb.Output()
-    write_output(output, message)
-    return message
+# ---------------------------------------------------------------------------------------------------- what is shown
 
 
-# The wire numbers of ends, since the value of a member is slow to ask for.
-_END_NUMBERS = {end: pb.SegmentEnd.ValueType(end.value) for end in SegmentEnd}
+def show_outputs(
+    entries: Iterable[pb.SampledTrajectory], sequence: int, placed: Iterable[tuple[int, int, Payload]]
+) -> None:
+    """Put references to their payloads into decoded outputs of a group, given its sequence number."""
+    apart = {(index, position): payload for index, position, payload in placed}
+    for entry in entries:
+        index = entry.index
+        for position, output in enumerate(entry.outputs):
+            if output.HasField("payload"):
+                shown = output.payload
+                data = shown.inline
+                ref = shown.ref
+                ref.id = small_id(sequence, index, position)
+                ref.size = len(data)
+                ref.crc32c = crc32c(data)
+            elif apart and (payload := apart.get((index, position))) is not None:
+                output.payload.CopyFrom(payload_to(payload))
 
 
-def write_output(output: Output, message: pb.Output) -> None:
-    """Write a kept output into an empty message where it stands: a batch has hundreds, and copies cost."""
-    if output.prompt_tokens:
-        message.prompt_tokens = output.prompt_tokens
-    for segment in output.segments:
-        written = message.segments.add()
-        written.tokens = segment.tokens
-        written.end = _END_NUMBERS[segment.end]
-        if segment.weight_version is not None:
-            written.weight_version = segment.weight_version
-        if segment.replica_id:
-            written.replica_id = segment.replica_id
-    if output.rewards:
-        rewards = message.rewards
-        for name, value in output.rewards.items():
-            rewards[name] = value
-    if output.tags:
-        message.tags.update(output.tags)
-    payload = output.payload
-    if isinstance(payload, Payload):
-        ref = message.payload.ref
-        ref.id = payload.id
-        ref.size = payload.size
-        ref.crc32c = payload.crc32c
-        if payload.store:
-            ref.store = payload.store
-        if payload.content_type:
-            message.payload.content_type = payload.content_type
+def shown_outputs(outputs: Outputs, sequence: int, index: int) -> Sequence[pb.Output]:
+    """The outputs of a trajectory whose group, of that sequence number, is not terminal."""
+    entries = pb.SampledGroup.FromString(outputs.encoded).trajectories
+    placed = [(index, position, payload) for position, payload in outputs.payloads if isinstance(payload, Payload)]
+    show_outputs(entries, sequence, placed)
+    return entries[0].outputs
+
+
+def version_bounds(entry: pb.SampledTrajectory) -> tuple[int, int] | None:
+    """Smallest and largest weight version over the segments that have tokens; None if none is known."""
+    versions = [
+        segment.weight_version
+        for output in entry.outputs
+        for segment in output.segments
+        if segment.tokens and segment.HasField("weight_version")
+    ]
+    return (min(versions), max(versions)) if versions else None

@@ -1,14 +1,15 @@
 """Depth, the events of waits, and the ledger on the wire."""
 
+from collections.abc import Sequence
+
 from services.buffer.domain.depth import Counts, Depth
 from services.buffer.domain.evictions import EvictionReason, EvictionSummary
 from services.buffer.domain.group import Group
 from services.buffer.domain.ledger import Ledger
 from services.buffer.domain.manifest import trajectory_metrics
 from services.buffer.domain.refill import RefillClaim
-from services.buffer.domain.trajectory import TrajectoryState
 from services.buffer.domain.waits import WaitEnd
-from services.buffer.wire.outputs import write_output
+from services.buffer.wire.outputs import show_outputs, version_bounds
 from services.buffer.wire.scalars import duration, int64
 from turnout.buffer.v1 import buffer_pb2 as pb
 
@@ -75,8 +76,11 @@ def wait_done_to(end: WaitEnd) -> pb.WaitDone:
     )
 
 
-def sample_done_to(end: WaitEnd, *, training: bool, lease: float) -> pb.SampleDone:
-    """The final event of Sample; `lease` is the time left in wall seconds."""
+def sample_done_to(end: WaitEnd, versions: Sequence[tuple[int, int]], *, lease: float) -> pb.SampleDone:
+    """The final event of Sample; `lease` is the time left in wall seconds, `versions` are for the metrics of a batch.
+
+    They are the smallest and the largest of each trajectory of which they are known.
+    """
     message = pb.SampleDone(
         outcome=pb.WaitOutcome.ValueType(end.outcome.value),
         depth=depth_to(end.depth),
@@ -88,28 +92,29 @@ def sample_done_to(end: WaitEnd, *, training: bool, lease: float) -> pb.SampleDo
         message.lease_id = end.lease.lease_id
         message.lease.CopyFrom(duration(lease))
         message.group_count = len(end.lease.groups)
-        if training:
-            message.metrics.update(trajectory_metrics(end.lease.groups, end.lease.step))
+        message.metrics.update(trajectory_metrics(versions, end.lease.step))
     return message
 
 
 def sampled_to(group: Group) -> pb.SampledGroup:
     """One group of a batch."""
-    message = pb.SampledGroup(
-        group_id=group.group_id,
-        born_step=int64(group.born),
-        tags=group.tags,
-        failed=group.failed,
-        error=group.error if group.failed else "",
-        group_size=group.size,
-    )
-    for index, trajectory in enumerate(group.trajectories):
-        if trajectory.state is TrajectoryState.FINISHED:
-            written = message.trajectories.add()
-            written.index = index
-            for output in trajectory.outputs:
-                write_output(output, written.outputs.add())
+    message = pb.SampledGroup.FromString(group.results)
+    show_outputs(message.trajectories, group.sequence, group.placed)
+    message.group_id = group.group_id
+    message.born_step = int64(group.born)
+    message.group_size = group.size
+    if group.tags:
+        message.tags.update(group.tags)
+    if group.failed:
+        message.failed = True
+        message.error = group.error
     return message
+
+
+def versions_of(groups: pb.SampledGroups) -> list[tuple[int, int]]:
+    """Smallest and largest weight version of each trajectory of which they are known."""
+    bounds = [version_bounds(entry) for group in groups.groups for entry in group.trajectories]
+    return [found for found in bounds if found is not None]
 
 
 def ledger_to(ledger: Ledger) -> pb.GetLedgerResponse:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from services.buffer.domain import results, work
-from services.buffer.domain.claims import Claim
+from services.buffer.domain.claims import Claim, ClaimToken
 from services.buffer.domain.config import (
     PartitionConfig,
     PartitionKind,
@@ -15,7 +15,6 @@ from services.buffer.domain.config import (
     Strategy,
 )
 from services.buffer.domain.moment import Moment
-from services.buffer.domain.outputs import InlinePayload, Output, Segment
 from services.buffer.domain.partition import GroupSpec, Partition
 from services.buffer.domain.payloads import MemoryPayloadStore
 from services.buffer.domain.pump import Pumped
@@ -25,7 +24,9 @@ from services.buffer.domain.waits import Wait, WaitEnd
 from services.buffer.memory import Memory
 from services.buffer.storage.imaging import RunImaging
 from services.buffer.storage.loading import SnapshotReader
+from services.buffer.wire.outputs import finished_from, partial_from, same_outputs
 from turnout.buffer.storage.v1 import storage_pb2 as st
+from turnout.buffer.v1 import buffer_pb2 as pb
 
 
 def config(
@@ -39,13 +40,22 @@ def config(
     return RunConfig(partitions=partitions, staleness=Staleness(max_versions, strategy), **rest)
 
 
-def output(reward: float = 0.0, tokens: int = 1, version: int | None = None, payload: bytes | None = None) -> Output:
+def output(reward: float = 0.0, tokens: int = 1, version: int | None = None, payload: bytes | None = None) -> pb.Output:
     """One output with one segment and the reward "reward"."""
-    return Output(
-        (Segment(tokens, version),),
-        rewards={"reward": reward},
-        payload=None if payload is None else InlinePayload(payload, crc32c=len(payload)),
-    )
+    made = pb.Output(segments=[pb.Segment(tokens=tokens, weight_version=version)], rewards={"reward": reward})
+    if payload is not None:
+        made.payload.inline = payload
+    return made
+
+
+def result(group_id: str, index: int, outputs: Iterable[pb.Output], token: ClaimToken | None = None) -> Result:
+    """The result of one trajectory."""
+    return Result(group_id, index, finished_from(outputs, index), token)
+
+
+def settle(partition: Partition, made: Result, at: Moment) -> None:
+    """Settle a trajectory."""
+    results.finish(partition, made, at, same_outputs)
 
 
 class World:
@@ -92,16 +102,21 @@ class World:
             limit -= len(claims[-1].open)
         return claims
 
-    def finish(self, claim: Claim, outputs: Iterable[Output] = (), index: int | None = None) -> None:
+    def finish(self, claim: Claim, outputs: Iterable[pb.Output] = (), index: int | None = None) -> None:
         made = tuple(outputs) or (output(),)
         for position in sorted(claim.open) if index is None else [index]:
-            results.finish(self.partition, Result(claim.group.group_id, position, made, claim.token), self.at)
+            settle(self.partition, result(claim.group.group_id, position, made, claim.token), self.at)
 
     def fail(
-        self, claim: Claim, kind: FailureKind = FailureKind.RETRYABLE, partial: Sequence[Output] = (), error: str = "no"
+        self,
+        claim: Claim,
+        kind: FailureKind = FailureKind.RETRYABLE,
+        partial: Sequence[pb.Output] = (),
+        error: str = "no",
     ) -> None:
         for position in sorted(claim.open):
-            failure = Failure(claim.group.group_id, position, kind, claim.token, error, tuple(partial))
+            kept = partial_from(partial, position)
+            failure = Failure(claim.group.group_id, position, kind, claim.token, error, kept)
             results.fail(self.partition, failure, self.at)
 
     def finish_new(self, *group_ids: str, step: int = 0, rewards: Sequence[float] = (0.0,)) -> None:
@@ -109,7 +124,7 @@ class World:
         self.add(*group_ids, step=step, size=len(rewards))
         for group_id in group_ids:
             for index, reward in enumerate(rewards):
-                results.finish(self.partition, Result(group_id, index, (output(reward),)), self.at)
+                settle(self.partition, result(group_id, index, (output(reward),)), self.at)
 
     def depth(self, step: int | None = None) -> int:
         return self.partition.depth(self.run.state.step if step is None else step, self.now).sampleable

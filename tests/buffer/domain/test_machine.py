@@ -19,11 +19,12 @@ from services.buffer.domain.claims import Claim
 from services.buffer.domain.config import LeaseTimes, Strategy
 from services.buffer.domain.group import GroupState
 from services.buffer.domain.refill import RefillClaim
-from services.buffer.domain.results import Failure, FailureKind, Result
+from services.buffer.domain.results import Failure, FailureKind
 from services.buffer.domain.trajectory import TrajectoryState
 from services.buffer.domain.waits import Wait, WaitOutcome
+from services.buffer.wire.outputs import partial_from
 from services.runtime.errors import TurnoutError
-from tests.buffer.domain.model import World, config, output
+from tests.buffer.domain.model import World, config, output, result, settle
 
 CLAIM_S = 10.0
 SAMPLE_S = 30.0
@@ -138,10 +139,10 @@ class PartitionMachine(RuleBasedStateMachine):
             if index in claim.open and claim in self._living():
                 continue
             # Only the same result again is fine; nothing of this has an effect.
-            result = Result(group_id, index, (output(reward, 2),), claim.token)
+            again = result(group_id, index, (output(reward, 2),), claim.token)
             before = self._fingerprint()
             with suppress(TurnoutError):
-                results.finish(self.world.partition, result, self.world.at)
+                settle(self.world.partition, again, self.world.at)
             assert self._fingerprint() == before
         self._pump()
 
@@ -150,7 +151,7 @@ class PartitionMachine(RuleBasedStateMachine):
     def fail(self, data: st.DataObject, kind: FailureKind, partial: bool) -> None:
         claim = data.draw(st.sampled_from(self._living()))
         index = min(claim.open)
-        kept = (output(0.0, 1, 0),) if partial else ()
+        kept = partial_from([output(0.0, 1, 0)], index) if partial else None
         failure = Failure(claim.group.group_id, index, kind, claim.token, "boom", kept)
         results.fail(self.world.partition, failure, self.world.at)
         self._note_failure(claim, kind, index)
@@ -322,7 +323,13 @@ class PartitionMachine(RuleBasedStateMachine):
             partition.ledger(),
             self.world.run.state.events.next_sequence,
             [
-                (group.group_id, group.state, group.born, [(t.state, t.attempt, t.outputs) for t in group.trajectories])
+                (
+                    group.group_id,
+                    group.state,
+                    group.born,
+                    group.results,
+                    [(t.state, t.attempt, t.outputs) for t in group.trajectories],
+                )
                 for group in partition.groups.values()
             ],
         )

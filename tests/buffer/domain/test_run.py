@@ -155,14 +155,14 @@ def test_payloads_of_a_committed_lease_stay_until_released_or_over() -> None:
         specs = [GroupSpec("g", 1, prompt=InlinePayload(b"prompt", 1))]
         world.run.add_groups(world.partition, specs, 0, world.at)
         [claim] = world.claim()
-        world.finish(claim, [output(payload=b"answer")])
+        world.finish(claim, [output(payload=b"answer" * 100)])
         lease = leased(world.sample(1))
         assert reason(partial(world.run.release_payload, lease.lease_id)) == "LEASE_NOT_COMMITTED"
         world.run.commit(lease.lease_id, world.at)
-        assert len(access.of_lease(world.run, lease.lease_id)) == 2
+        assert len(access.of_lease(world.run, lease.lease_id).payloads()) == 2
         assert world.run.lease_left(lease, world.now) == 10.0
         if how == "released":
-            assert [world.run.release_payload(lease.lease_id) for _ in range(2)] == [12, 0]
+            assert [world.run.release_payload(lease.lease_id) for _ in range(2)] == [606, 0]
         else:
             world.now = 10.0
             world.run.contact(world.at)

@@ -12,11 +12,12 @@ from services.buffer.domain.claims import ClaimToken
 from services.buffer.domain.config import LeaseTimes, Strategy
 from services.buffer.domain.events import GroupEventKind
 from services.buffer.domain.group import GroupState
-from services.buffer.domain.outputs import Output, Segment, SegmentEnd, same_outputs
-from services.buffer.domain.results import Failure, FailureKind, Progress, Result
+from services.buffer.domain.results import Failure, FailureKind, Progress
 from services.buffer.domain.trajectory import TrajectoryState
+from services.buffer.wire.outputs import partial_from, same_outputs
 from services.runtime.errors import Code, TurnoutError
-from tests.buffer.domain.model import World, config, output
+from tests.buffer.domain.model import World, config, output, result, settle
+from turnout.buffer.v1 import buffer_pb2 as pb
 
 
 def reason(call: Callable[[], object]) -> str:
@@ -52,13 +53,13 @@ def test_a_token_is_needed_once_there_was_a_claim() -> None:
     world = World(config(max_attempts=2))
     world.add("g")
     [claim] = world.claim()
-    bare = Result("g", 0, (output(),))
-    assert reason(lambda: results.finish(world.partition, bare, world.at)) == "STALE_CLAIM"
+    bare = result("g", 0, (output(),))
+    assert reason(lambda: settle(world.partition, bare, world.at)) == "STALE_CLAIM"
     world.fail(claim)
-    assert reason(lambda: results.finish(world.partition, bare, world.at)) == "STALE_CLAIM"
+    assert reason(lambda: settle(world.partition, bare, world.at)) == "STALE_CLAIM"
     for token in (claim.token, ClaimToken(claim.token.claim_id, 2), ClaimToken("nope", 1)):
-        late = Result("g", 0, (output(),), token)
-        assert reason(partial(results.finish, world.partition, late, world.at)) == "STALE_CLAIM"
+        late = result("g", 0, (output(),), token)
+        assert reason(partial(settle, world.partition, late, world.at)) == "STALE_CLAIM"
 
 
 def test_unclaimed_trajectories_can_fail_too() -> None:
@@ -78,17 +79,17 @@ def test_an_equal_result_is_fine_as_long_as_the_group_is_there() -> None:
     world = World()
     world.add("g", size=2)
     [claim] = world.claim(2)
-    same = Result("g", 0, (output(),), claim.token)
-    other = Result("g", 0, (output(9.0),), claim.token)
-    results.finish(world.partition, same, world.at)
-    results.finish(world.partition, same, world.at)
-    assert reason(lambda: results.finish(world.partition, other, world.at)) == "TRAJECTORY_SETTLED"
+    same = result("g", 0, (output(),), claim.token)
+    other = result("g", 0, (output(9.0),), claim.token)
+    settle(world.partition, same, world.at)
+    settle(world.partition, same, world.at)
+    assert reason(lambda: settle(world.partition, other, world.at)) == "TRAJECTORY_SETTLED"
     world.finish(claim, index=1)
-    results.finish(world.partition, same, world.at)
+    settle(world.partition, same, world.at)
     assert world.partition.groups["g"].finished == 2
     assert world.sample(1) is not None
-    results.finish(world.partition, same, world.at)
-    assert reason(lambda: results.finish(world.partition, other, world.at)) == "GROUP_SAMPLED"
+    settle(world.partition, same, world.at)
+    assert reason(lambda: settle(world.partition, other, world.at)) == "GROUP_SAMPLED"
 
 
 def test_a_failure_that_cannot_be_retried_fails_the_group_at_once() -> None:
@@ -104,13 +105,13 @@ def test_a_failure_that_cannot_be_retried_fails_the_group_at_once() -> None:
         TrajectoryState.FAILED,
         TrajectoryState.FAILED,
     ]
-    late = Result("g", 2, (output(),), claims[2].token)
-    assert reason(lambda: results.finish(world.partition, late, world.at)) == "GROUP_FAILED"
+    late = result("g", 2, (output(),), claims[2].token)
+    assert reason(lambda: settle(world.partition, late, world.at)) == "GROUP_FAILED"
     assert reason(lambda: world.run.renew_claim(claims[2].token, world.at)) == "STALE_CLAIM"
-    same = Result("g", 0, (output(),), claims[0].token)
-    results.finish(world.partition, same, world.at)
-    other = Result("g", 0, (output(3.0),), claims[0].token)
-    assert reason(lambda: results.finish(world.partition, other, world.at)) == "GROUP_FAILED"
+    same = result("g", 0, (output(),), claims[0].token)
+    settle(world.partition, same, world.at)
+    other = result("g", 0, (output(3.0),), claims[0].token)
+    assert reason(lambda: settle(world.partition, other, world.at)) == "GROUP_FAILED"
 
 
 def test_the_kind_of_a_failure_must_be_said() -> None:
@@ -170,13 +171,20 @@ def test_an_expired_claim_is_a_failed_attempt_of_its_open_trajectories() -> None
 def test_partial_output_is_handed_on_and_replaced() -> None:
     world = World()
     world.add("g")
-    first = Output((Segment(5, 2, SegmentEnd.CONTINUED),))
-    second = Output((Segment(5, 2, SegmentEnd.CONTINUED), Segment(7, 4, SegmentEnd.CONTINUED)))
+    begun, continued = (
+        pb.Segment(tokens=tokens, weight_version=version, end=pb.SEGMENT_END_CONTINUED)
+        for tokens, version in ((5, 2), (7, 4))
+    )
+    first, second = pb.Output(segments=[begun]), pb.Output(segments=[begun, continued])
     for kept in (first, second, None):
         [claim] = world.claim()
         world.fail(claim, FailureKind.INTERRUPTED, [kept] if kept else [])
     group = world.partition.groups["g"]
-    assert same_outputs(group.trajectories[0].partial, [second]), "an attempt without output leaves what there was"
+    there, expected = group.trajectories[0].partial, partial_from([second], 0)
+    assert there is not None
+    assert expected is not None
+    same = same_outputs(0, there.encoded, there.payloads, expected)
+    assert same, "an attempt without output leaves what there was"
     assert (group.state, group.has_partials) == (GroupState.RUNNING, True)
     [claim] = world.claim()
     world.finish(claim)
@@ -204,7 +212,7 @@ def test_a_partial_is_dropped_where_partial_rollout_is_off() -> None:
     world.run.contact(world.at, 4)
     world.fail(claim, FailureKind.INTERRUPTED, [output(tokens=100)])
     group = world.partition.groups["g"]
-    assert (group.state, group.born, group.trajectories[0].partial) == (GroupState.PENDING, 4, ())
+    assert (group.state, group.born, group.trajectories[0].partial) == (GroupState.PENDING, 4, None)
 
 
 def test_a_group_is_born_again_only_if_wholly_reissued() -> None:
@@ -226,7 +234,7 @@ def test_a_partial_must_be_continuable() -> None:
     world = World()
     world.add("g")
     [claim] = world.claim()
-    aborted = Output((Segment(5, 2, SegmentEnd.ABORTED),))
+    aborted = pb.Output(segments=[pb.Segment(tokens=5, end=pb.SEGMENT_END_ABORTED)])
     assert reason(lambda: world.fail(claim, FailureKind.INTERRUPTED, [aborted])) == "ABORTED_SEGMENT"
 
 
@@ -240,8 +248,8 @@ def test_finish_group_closes_with_what_is_there() -> None:
     assert [results.finish_group(world.partition, "g", world.at) for _ in range(2)] == [1, 1]
     assert world.depth() == 1
     assert (len(world.run.state.claims), world.run.state.payloads.held) == (0, 0)
-    late = Result("g", 2, (output(),), claims[2].token)
-    assert reason(lambda: results.finish(world.partition, late, world.at)) == "TRAJECTORY_FAILED"
+    late = result("g", 2, (output(),), claims[2].token)
+    assert reason(lambda: settle(world.partition, late, world.at)) == "TRAJECTORY_FAILED"
     world.sample(1)
     assert reason(lambda: results.finish_group(world.partition, "g", world.at)) == "GROUP_SAMPLED"
     assert reason(lambda: results.fail_group(world.partition, "g", "no", world.at)) == "GROUP_SAMPLED"
@@ -261,11 +269,11 @@ def test_fail_group_fails_whatever_the_trajectories_did() -> None:
 def test_the_filter_needs_its_reward_on_every_output() -> None:
     world = World(config(group_filter_metric="acc"))
     world.add("g")
-    assert reason(lambda: results.finish(world.partition, Result("g", 0, (output(),)), world.at)) == "REWARD_MISSING"
+    assert reason(lambda: settle(world.partition, result("g", 0, (output(),)), world.at)) == "REWARD_MISSING"
     assert world.partition.groups["g"].state is GroupState.PENDING
     validation = World(config(group_filter_metric="acc"), "val")
     validation.add("g")
-    results.finish(validation.partition, Result("g", 0, (output(),)), validation.at)
+    settle(validation.partition, result("g", 0, (output(),)), validation.at)
 
 
 def test_progress_is_noted_for_running_trajectories_alone() -> None:
@@ -292,7 +300,7 @@ def test_an_index_outside_the_group_is_refused(index: int) -> None:
     world = World()
     world.add("g")
     with pytest.raises(TurnoutError) as caught:
-        results.finish(world.partition, Result("g", index, (output(),)), world.at)
+        settle(world.partition, result("g", index, (output(),)), world.at)
     assert (caught.value.code, caught.value.reason) == (Code.INVALID_ARGUMENT, "INDEX_OUT_OF_RANGE")
 
 
@@ -311,7 +319,7 @@ def test_claims_take_the_oldest_first_and_continue_before_they_begin() -> None:
 def test_an_unclaimed_finish_is_not_handed_out_again() -> None:
     world = World(config(size=3))
     world.add("g")
-    results.finish(world.partition, Result("g", 1, (output(),)), world.at)
+    settle(world.partition, result("g", 1, (output(),)), world.at)
     [claim] = world.claim(5)
     assert sorted(claim.open) == [0, 2]
     assert world.claim(5) == []

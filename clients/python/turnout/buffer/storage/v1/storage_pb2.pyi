@@ -712,6 +712,61 @@ class ClaimsImage(google.protobuf.message.Message):
 Global___ClaimsImage: typing_extensions.TypeAlias = ClaimsImage
 
 @typing.final
+class PlacedPayload(google.protobuf.message.Message):
+    """PlacedPayload is a payload of an output that a store keeps."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: builtins.int
+    POSITION_FIELD_NUMBER: builtins.int
+    PAYLOAD_FIELD_NUMBER: builtins.int
+    index: builtins.int
+    """Trajectory of the output."""
+    position: builtins.int
+    """Position of the output in its trajectory."""
+    @property
+    def payload(self) -> turnout.buffer.v1.buffer_pb2.Payload:
+        """The payload, as a reference."""
+
+    def __init__(
+        self,
+        *,
+        index: builtins.int = ...,
+        position: builtins.int = ...,
+        payload: turnout.buffer.v1.buffer_pb2.Payload | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["payload", b"payload"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["index", b"index", "payload", b"payload", "position", b"position"]) -> None: ...
+
+Global___PlacedPayload: typing_extensions.TypeAlias = PlacedPayload
+
+@typing.final
+class OutputsImage(google.protobuf.message.Message):
+    """OutputsImage is the outputs of one trajectory of a group that is not terminal."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ENCODED_FIELD_NUMBER: builtins.int
+    PLACED_FIELD_NUMBER: builtins.int
+    encoded: builtins.bytes
+    """The outputs, as an encoded SampledGroup that holds nothing but this trajectory; small payloads are within, the
+    others left out.
+    """
+    @property
+    def placed(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___PlacedPayload]:
+        """The payloads that were left out."""
+
+    def __init__(
+        self,
+        *,
+        encoded: builtins.bytes = ...,
+        placed: collections.abc.Iterable[Global___PlacedPayload] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["encoded", b"encoded", "placed", b"placed"]) -> None: ...
+
+Global___OutputsImage: typing_extensions.TypeAlias = OutputsImage
+
+@typing.final
 class TrajectoryImage(google.protobuf.message.Message):
     """TrajectoryImage is one trajectory."""
 
@@ -721,9 +776,9 @@ class TrajectoryImage(google.protobuf.message.Message):
     ATTEMPT_FIELD_NUMBER: builtins.int
     FAILURES_FIELD_NUMBER: builtins.int
     CLAIM_ID_FIELD_NUMBER: builtins.int
+    ERROR_FIELD_NUMBER: builtins.int
     OUTPUTS_FIELD_NUMBER: builtins.int
     PARTIAL_FIELD_NUMBER: builtins.int
-    ERROR_FIELD_NUMBER: builtins.int
     state: turnout.buffer.v1.buffer_pb2.TrajectoryState.ValueType
     """Where it stands."""
     attempt: builtins.int
@@ -735,11 +790,11 @@ class TrajectoryImage(google.protobuf.message.Message):
     error: builtins.str
     """Error reported last."""
     @property
-    def outputs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[turnout.buffer.v1.buffer_pb2.Output]:
-        """Results."""
+    def outputs(self) -> Global___OutputsImage:
+        """Results, unless the group is terminal."""
 
     @property
-    def partial(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[turnout.buffer.v1.buffer_pb2.Output]:
+    def partial(self) -> Global___OutputsImage:
         """Output of earlier attempts."""
 
     def __init__(
@@ -749,17 +804,18 @@ class TrajectoryImage(google.protobuf.message.Message):
         attempt: builtins.int = ...,
         failures: builtins.int = ...,
         claim_id: builtins.str = ...,
-        outputs: collections.abc.Iterable[turnout.buffer.v1.buffer_pb2.Output] | None = ...,
-        partial: collections.abc.Iterable[turnout.buffer.v1.buffer_pb2.Output] | None = ...,
         error: builtins.str = ...,
+        outputs: Global___OutputsImage | None = ...,
+        partial: Global___OutputsImage | None = ...,
     ) -> None: ...
+    def HasField(self, field_name: typing.Literal["outputs", b"outputs", "partial", b"partial"]) -> builtins.bool: ...
     def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "claim_id", b"claim_id", "error", b"error", "failures", b"failures", "outputs", b"outputs", "partial", b"partial", "state", b"state"]) -> None: ...
 
 Global___TrajectoryImage: typing_extensions.TypeAlias = TrajectoryImage
 
 @typing.final
 class GroupImage(google.protobuf.message.Message):
-    """GroupImage is one group."""
+    """GroupImage is one group. What it says of its results is copied as it is, never taken apart, while it is terminal."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -779,6 +835,24 @@ class GroupImage(google.protobuf.message.Message):
         ) -> None: ...
         def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
 
+    @typing.final
+    class OddEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.int
+        @property
+        def value(self) -> Global___TrajectoryImage: ...
+        def __init__(
+            self,
+            *,
+            key: builtins.int = ...,
+            value: Global___TrajectoryImage | None = ...,
+        ) -> None: ...
+        def HasField(self, field_name: typing.Literal["value", b"value"]) -> builtins.bool: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
     GROUP_ID_FIELD_NUMBER: builtins.int
     SEQUENCE_FIELD_NUMBER: builtins.int
     BORN_FIELD_NUMBER: builtins.int
@@ -792,8 +866,12 @@ class GroupImage(google.protobuf.message.Message):
     PROMPT_FIELD_NUMBER: builtins.int
     PROMPT_INLINE_FIELD_NUMBER: builtins.int
     TAGS_FIELD_NUMBER: builtins.int
-    TRAJECTORIES_FIELD_NUMBER: builtins.int
     REISSUED_FIELD_NUMBER: builtins.int
+    SIZE_FIELD_NUMBER: builtins.int
+    ODD_FIELD_NUMBER: builtins.int
+    RESULTS_FIELD_NUMBER: builtins.int
+    PLACED_FIELD_NUMBER: builtins.int
+    SMALL_BYTES_FIELD_NUMBER: builtins.int
     group_id: builtins.str
     """Its id."""
     sequence: builtins.int
@@ -816,6 +894,14 @@ class GroupImage(google.protobuf.message.Message):
     """Why it failed."""
     prompt_inline: builtins.bool
     """Whether the prompt came inline."""
+    size: builtins.int
+    """Number of its trajectories (n)."""
+    results: builtins.bytes
+    """Of a terminal group: an encoded SampledGroup that holds nothing but the finished trajectories; small payloads are
+    within, the others left out.
+    """
+    small_bytes: builtins.int
+    """Bytes of the payloads within the results."""
     @property
     def prompt(self) -> turnout.buffer.v1.buffer_pb2.Payload:
         """The prompt, as a reference."""
@@ -825,12 +911,18 @@ class GroupImage(google.protobuf.message.Message):
         """Free labels."""
 
     @property
-    def trajectories(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TrajectoryImage]:
-        """Its trajectories, by index."""
-
-    @property
     def reissued(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Re-issued trajectories in the order in which they are handed out."""
+
+    @property
+    def odd(self) -> google.protobuf.internal.containers.MessageMap[builtins.int, Global___TrajectoryImage]:
+        """Trajectories that are not like most, by index. Most are untouched or, in a terminal group, finished at the first
+        attempt.
+        """
+
+    @property
+    def placed(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___PlacedPayload]:
+        """The payloads that were left out of the results."""
 
     def __init__(
         self,
@@ -848,11 +940,15 @@ class GroupImage(google.protobuf.message.Message):
         prompt: turnout.buffer.v1.buffer_pb2.Payload | None = ...,
         prompt_inline: builtins.bool = ...,
         tags: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
-        trajectories: collections.abc.Iterable[Global___TrajectoryImage] | None = ...,
         reissued: collections.abc.Iterable[builtins.int] | None = ...,
+        size: builtins.int = ...,
+        odd: collections.abc.Mapping[builtins.int, Global___TrajectoryImage] | None = ...,
+        results: builtins.bytes = ...,
+        placed: collections.abc.Iterable[Global___PlacedPayload] | None = ...,
+        small_bytes: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["prompt", b"prompt"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["added_at", b"added_at", "born", b"born", "error", b"error", "failed", b"failed", "group_id", b"group_id", "lease_id", b"lease_id", "prompt", b"prompt", "prompt_inline", b"prompt_inline", "reissued", b"reissued", "sequence", b"sequence", "started_at", b"started_at", "state", b"state", "tags", b"tags", "trajectories", b"trajectories", "zero_variance", b"zero_variance"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["added_at", b"added_at", "born", b"born", "error", b"error", "failed", b"failed", "group_id", b"group_id", "lease_id", b"lease_id", "odd", b"odd", "placed", b"placed", "prompt", b"prompt", "prompt_inline", b"prompt_inline", "reissued", b"reissued", "results", b"results", "sequence", b"sequence", "size", b"size", "small_bytes", b"small_bytes", "started_at", b"started_at", "state", b"state", "tags", b"tags", "zero_variance", b"zero_variance"]) -> None: ...
 
 Global___GroupImage: typing_extensions.TypeAlias = GroupImage
 
