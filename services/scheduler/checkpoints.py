@@ -1,7 +1,7 @@
 """What the scheduler keeps of its runs under the checkpoints of their buffers.
 
-Invariants: buffer and scheduler keep theirs under one id, the scheduler only once the buffer has; the last states of a
-run are kept in memory, so they last as long as this process.
+Invariants: buffer and scheduler keep theirs under one id, the scheduler only once the buffer has; the id is durable
+before the buffer hears of it, so that a Save which a restart cut goes on with the checkpoint that it asked for.
 """
 
 from __future__ import annotations
@@ -10,24 +10,17 @@ import json
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from services.runtime.errors import Code, TurnoutError, failed_precondition, not_found
 from services.scheduler.domain import events
 from services.scheduler.domain.resume import Resume
 from services.scheduler.domain.run import SavedState
 from services.scheduler.hosted import Answered, HostedRun
+from services.scheduler.undertaking import Undertaking
+from turnout.scheduler.v1 import scheduler_pb2
 
 _KEPT = 16
 """Saved states per run; trainers keep a handful of checkpoints and resume from one of the last."""
-
-
-@dataclass(frozen=True, slots=True)
-class SavedRun:
-    """What Save answers."""
-
-    checkpoint_id: str
-    manifest_json: str
 
 
 class Checkpoints:
@@ -36,19 +29,19 @@ class Checkpoints:
     def __init__(self) -> None:
         self._saved: dict[str, OrderedDict[str, SavedState]] = {}
 
-    async def save(self, hosted: HostedRun, step: int) -> Answered:
+    async def save(self, hosted: HostedRun, call: Undertaking, step: int) -> Answered:
         """Checkpoint the buffer, and keep the scheduler's state under the same id."""
         run, tools = hosted.run, hosted.tools
-        checkpoint_id = f"{run.epoch}-{step}-{tools.new_id()}"
+        if not call.checkpoint_id:
+            call.checkpoint_id = f"{run.epoch}-{step}-{tools.new_id()}"
+        checkpoint_id = call.checkpoint_id
         if not run.config.external_data:
+            await hosted.durable()
             with checkpoints_needed():
                 checkpoint_id = await hosted.buffer.checkpoint(
                     run.epoch, step, checkpoint_id, tools.settings.transition_timeout_s
                 )
-        kept = self._saved.setdefault(run.run_id, OrderedDict())
-        kept[checkpoint_id] = run.save()
-        while len(kept) > _KEPT:
-            kept.popitem(last=False)
+        self.keep(run.run_id, checkpoint_id, run.save())
         run.record(events.Saved(step, checkpoint_id), hosted.moment)
         manifest = {
             "version": 1,
@@ -58,7 +51,19 @@ class Checkpoints:
             "epoch": run.epoch,
             "buffer": not run.config.external_data,
         }
-        return Answered(SavedRun(checkpoint_id, json.dumps(manifest, sort_keys=True)))
+        manifest_json = json.dumps(manifest, sort_keys=True)
+        return Answered(scheduler_pb2.SaveResponse(checkpoint_id=checkpoint_id, manifest_json=manifest_json))
+
+    def keep(self, run_id: str, checkpoint_id: str, state: SavedState) -> None:
+        """Keep a state, and give up the oldest if there are too many."""
+        kept = self._saved.setdefault(run_id, OrderedDict())
+        kept[checkpoint_id] = state
+        while len(kept) > _KEPT:
+            kept.popitem(last=False)
+
+    def of(self, run_id: str) -> dict[str, SavedState]:
+        """The states of a run by checkpoint, the oldest first."""
+        return dict(self._saved.get(run_id, {}))
 
     def find(self, run_id: str, resume: Resume | None) -> SavedState | None:
         """What was kept under the checkpoint that a trainer resumes from, None if it names none.

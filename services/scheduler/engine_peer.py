@@ -34,11 +34,19 @@ class Hybrid:
 
 @dataclass(frozen=True, slots=True)
 class Replicas:
-    """What ListReplicas says: hybrids by id, and under which incarnation and epoch."""
+    """What ListReplicas says: hybrids by id, and under which incarnation and epoch.
+
+    `incarnation` is empty of a controller that no run was bound to yet.
+    """
 
     incarnation: str
     epoch: int
     hybrids: Mapping[str, Hybrid]
+
+    @property
+    def bound(self) -> bool:
+        """Whether the controller knows the run."""
+        return bool(self.incarnation)
 
     @property
     def free(self) -> dict[str, bool]:

@@ -9,28 +9,63 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from services.runtime.clock import Clock
 from services.runtime.draining import Draining
 from services.runtime.errors import TurnoutError, failed_precondition
 from services.scheduler.buffer_peer import BufferPeer
+from services.scheduler.convert import run_to_proto
 from services.scheduler.domain.calls import CallKey, Ending
+from services.scheduler.domain.events import TopologyChanged
 from services.scheduler.domain.holdings import Holdings
 from services.scheduler.domain.run import Moment, Run
 from services.scheduler.engine_peer import EnginePeer
 from services.scheduler.joins import Joins
 from services.scheduler.settings import SchedulerSettings
+from services.scheduler.undertaking import Undertaking
+from turnout.scheduler.v1 import scheduler_pb2
+
+
+class Keeping(Protocol):
+    """Who keeps what becomes of runs."""
+
+    def follow(self, hosted: HostedRun) -> None:
+        """Keep this run from now on, in place of the one of its id that was kept before."""
+        ...
+
+    async def durable(self, hosted: HostedRun) -> None:
+        """Return once everything that became of the run so far is durable. Raises why it is not."""
+        ...
+
+    def forget(self, run_id: str) -> None:
+        """A closed run is kept no longer."""
+        ...
+
+
+class Memory:
+    """Keeps nothing: runs last as long as the process."""
+
+    def follow(self, hosted: HostedRun) -> None:
+        """Nothing to do."""
+
+    async def durable(self, hosted: HostedRun) -> None:
+        """Nothing to wait for."""
+
+    def forget(self, run_id: str) -> None:
+        """Nothing to do."""
 
 
 @dataclass(slots=True)
 class Tools:
-    """What all runs share. `new_id` makes ids of lends and checkpoints."""
+    """What all runs share. `new_id` makes ids of lends and checkpoints, `keeping` keeps runs over restarts."""
 
     clock: Clock
     draining: Draining
     settings: SchedulerSettings
     holdings: Holdings
     new_id: Callable[[], str]
+    keeping: Keeping = field(default_factory=Memory)
 
     def moment(self) -> Moment:
         """Now."""
@@ -46,17 +81,52 @@ class Answered:
     lend_id: str = ""
 
 
+async def _nothing() -> None:
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerCall:
+    """One call of a trainer: what it said, and what it sets in motion. `work` may be begun again where it stopped."""
+
+    key: CallKey
+    content: bytes
+    request: bytes
+    work: Callable[[Undertaking], Awaitable[Answered]]
+
+
+@dataclass(slots=True)
+class Following:
+    """How far the peers were followed.
+
+    next_group_event: the buffer's event that comes next, None: whatever comes. last_replica: that of the trajectory
+    that finished last, which completed the group whose end comes next.
+    """
+
+    next_group_event: int | None = None
+    last_replica: str = ""
+    topology: TopologyChanged | None = None
+
+
 @dataclass(slots=True)
 class HostedRun:
-    """A run that this service hosts."""
+    """A run that this service hosts. `opening`: the OpenRun that asked for it."""
 
     tools: Tools
     run: Run
     buffer: BufferPeer
     engine: EnginePeer
+    opening: bytes
+    answered: bytes = b""
+    """What that OpenRun was answered; empty before."""
+    following: Following = field(default_factory=Following)
+    undertaking: Undertaking | None = None
+    """The call that is being worked on, or that failed with something left that its repeat goes on from."""
     joins: Joins = field(default_factory=Joins)
     stop_waits: Callable[[Exception], None] = lambda _: None
     """Ends the waits of the present epoch with an error."""
+    stop_following: Callable[[], Awaitable[None]] = _nothing
+    """Ends the streams that are followed for the present epoch."""
     fenced: TurnoutError | None = None
     """Why calls of this epoch are refused already: a successor is being let in, or the run is being closed."""
 
@@ -64,6 +134,11 @@ class HostedRun:
     def moment(self) -> Moment:
         """Now."""
         return self.tools.moment()
+
+    def shown(self) -> scheduler_pb2.Run:
+        """The run as the contract shows it."""
+        clock = self.tools.clock
+        return run_to_proto(self.run, clock.now(), clock.scale, self.buffer.target, self.engine.target)
 
     def fence(self, error: TurnoutError) -> None:
         """Let in no further call of this epoch, and end its waits."""
@@ -79,16 +154,21 @@ class HostedRun:
             raise self.closed()
         self.run.lease.renew(self.tools.clock.now())
 
-    async def call(self, key: CallKey, content: bytes, work: Callable[[], Awaitable[Answered]]) -> object:
-        """Answer a trainer's call: with the stored answer, with that of the same call under way, or by `work`.
+    async def durable(self) -> None:
+        """Return once everything that became of the run so far is durable: nothing may be told, or ordered, before."""
+        await self.tools.keeping.durable(self)
 
-        `work` runs in a task of the run and only if the call may come now. Its failure changes nothing in the order.
+    async def call(self, call: TrainerCall) -> object:
+        """Answer a trainer's call: with the stored answer, with that of the same call under way, or by its work.
+
+        The work runs in a task of the run and only if the call may come now. Its failure changes nothing in the order.
         """
-        stored = self.run.order.answer(key, content)
+        stored = self.run.order.answer(call.key, call.content)
         if stored is not None:
+            await self.durable()
             return stored
         with self.parked():
-            return await self.result(self.begin(key, content, work))
+            return await self.result(self.begin(call))
 
     async def result(self, task: asyncio.Task[object]) -> object:
         """What a task of the run ends with; the caller may go without ending it."""
@@ -96,7 +176,7 @@ class HostedRun:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
             if task.cancelled():
-                raise self.closed() from None
+                raise (self.fenced or self.closed()) from None
             raise
 
     def closed(self) -> TurnoutError:
@@ -104,29 +184,41 @@ class HostedRun:
         message = f"the run {self.run.run_id!r} is closed"
         return failed_precondition("RUN_CLOSED", message, run_id=self.run.run_id)
 
-    def begin(self, key: CallKey, content: bytes, work: Callable[[], Awaitable[Answered]]) -> asyncio.Task[object]:
-        """The task in which the run answers `key`, begun now unless it is under way.
+    def begin(self, call: TrainerCall) -> asyncio.Task[object]:
+        """The task in which the run answers `call`, begun now unless it is under way.
 
-        Raises FAILED_PRECONDITION / OUT_OF_ORDER at once if `key` is not among the expected calls.
+        Raises FAILED_PRECONDITION / OUT_OF_ORDER at once if the call is not among the expected ones.
         """
         if self.fenced is not None:
             raise self.fenced
-        order = self.run.order
-        if key not in self.joins:
+        if call.key not in self.joins:
             # Not only in its turn: a call that may not come must not wait, perhaps for hours, to hear so.
-            order.check(key)
+            self.run.order.check(call.key)
+        return self.joins.start(call.key, call.content, lambda: self._in_order(call))
 
-        async def in_order() -> object:
-            # The one before may have been the same call, or have moved on.
-            stored = order.answer(key, content)
-            if stored is not None:
-                return stored
-            order.check(key)
-            answered = await work()
-            order.done(key, content, answered.answer, answered.ending, answered.lend_id)
-            return answered.answer
+    async def _in_order(self, call: TrainerCall) -> object:
+        order = self.run.order
+        # The one before may have been the same call, or have moved on.
+        answer = order.answer(call.key, call.content)
+        if answer is None:
+            order.check(call.key)
+            answered = await self._undertake(call)
+            answer = answered.answer
+            order.done(call.key, call.content, answer, answered.ending, answered.lend_id)
+            self.undertaking = None
+        await self.durable()
+        return answer
 
-        return self.joins.start(key, content, in_order)
+    async def _undertake(self, call: TrainerCall) -> Answered:
+        undertaking = self.undertaking
+        if undertaking is None or not undertaking.is_of(call.key, call.content):
+            undertaking = self.undertaking = Undertaking(call.key, call.content, call.request)
+        try:
+            return await call.work(undertaking)
+        except Exception:
+            if undertaking.wait_end is None:
+                self.undertaking = None
+            raise
 
     @contextmanager
     def parked(self) -> Iterator[None]:

@@ -2,7 +2,8 @@
 
 Invariants: the mode says TRAINER only after the controller confirmed every hybrid free, whatever a transition answered;
 a transition that failed leaves the run in between, and the next call that needs it goes on with what is left; a lend
-that does not come about is undone before anything else is done.
+that does not come about is undone before anything else is done. What is ordered is durable before the controller hears
+of it, under the id that it keeps, so that the next process goes on with it.
 """
 
 from __future__ import annotations
@@ -49,7 +50,11 @@ async def _try(hosted: HostedRun, attempt: Callable[[], Awaitable[T]]) -> T:
 async def look(hosted: HostedRun) -> Replicas:
     """Read the hybrids, and take note of what the controller confirms."""
     replicas = await hosted.engine.replicas()
-    hosted.run.modes.saw(replicas.incarnation, replicas.free)
+    if replicas.bound:
+        hosted.run.modes.saw(replicas.incarnation, replicas.free)
+    else:
+        # It was restarted and knows nothing of the run: that confirms nothing of the hybrids that it had.
+        hosted.run.modes.restarted(replicas.incarnation)
     hosted.run.note_mode(hosted.moment)
     return replicas
 
@@ -72,13 +77,15 @@ async def take_back(hosted: HostedRun) -> float:
     """
     run = hosted.run
     transition = Transition.ABORT_LEND if run.unfinished_lend else Transition.RECLAIM
-    began = hosted.tools.clock.now()
     run.reclaiming(hosted.moment)
+    ordered_at = run.reclaim_ordered_at
+    assert ordered_at is not None
+    await hosted.durable()
     try:
         await _try(hosted, lambda: _order_back(hosted))
     except TurnoutError as error:
         raise _failed(hosted, transition, error) from error
-    cost_s = hosted.tools.clock.now() - began
+    cost_s = hosted.tools.clock.now() - ordered_at
     run.returned(cost_s, hosted.moment)
     return cost_s
 
@@ -131,29 +138,44 @@ async def ensure_trainer(hosted: HostedRun) -> float | None:
 
 
 async def begin(hosted: HostedRun, lend: Lend, *, keep_sessions: bool = False) -> None:
-    """Begin `lend` on the controller. Raises ABORTED / LEND_FAILED, with everything undone or, if that fails too, the
-    run in between; or the refusal of a lend that cannot begin, with nothing changed."""
+    """Begin `lend` on the controller, or go on with that if it is open.
+
+    Raises ABORTED / LEND_FAILED, with the lend abandoned and the run in between until `undo`; or the refusal of a lend
+    that cannot begin, with nothing changed.
+    """
     run = hosted.run
-    await ensure_trainer(hosted)
-    await claim_hybrids(hosted)
-    began = hosted.tools.clock.now()
-    run.begin_lend(lend, hosted.moment)
+    if run.lends.open is not lend:
+        await ensure_trainer(hosted)
+        await claim_hybrids(hosted)
+        run.begin_lend(lend, hosted.moment)
     try:
         await _begin_on_controller(hosted, lend, keep_sessions=keep_sessions)
     except TurnoutError as error:
         failure = _failed(hosted, Transition.LEND, error)
-        await abandon(hosted, lend, failure.message)
+        run.abandoned(lend, failure.message, hosted.moment)
         raise failure from error
-    lend.begin_s = hosted.tools.clock.now() - began
 
 
 async def _begin_on_controller(hosted: HostedRun, lend: Lend, *, keep_sessions: bool) -> None:
-    run = hosted.run
+    run, clock = hosted.run, hosted.tools.clock
     run.unfinished_lend = lend.lend_id
+    if lend.ordered_at is None:
+        lend.ordered_at = clock.now()
+    await hosted.durable()
     lend.replica_ids = await _try(
         hosted, lambda: hosted.engine.begin_lend(run.epoch, lend.lend_id, keep_sessions=keep_sessions)
     )
+    lend.begin_s = clock.now() - lend.ordered_at
+    lend.ordered_at = None
     lend.begun = True
+
+
+async def undo(hosted: HostedRun) -> None:
+    """Take back what an abandoned lend left. If that fails, the run is in between, and the next call that lets the
+    trainer train tries again."""
+    if hosted.run.modes.in_between:
+        with contextlib.suppress(TurnoutError):
+            await take_back(hosted)
 
 
 async def claim_hybrids(hosted: HostedRun) -> None:
@@ -172,8 +194,10 @@ async def begin_init(hosted: HostedRun, lend: Lend) -> None:
     hosted.run.begin_lend(lend, hosted.moment)
     if hosted.run.modes.hybrids:
         # What fails here is tried again by CompleteLend: the trainer has not begun to move weights.
-        with contextlib.suppress(TurnoutError):
+        try:
             await _begin_on_controller(hosted, lend, keep_sessions=False)
+        except TurnoutError:
+            lend.ordered_at = None
 
 
 async def finish(hosted: HostedRun, lend: Lend, hybrid_update_s: float) -> Served:
@@ -183,17 +207,21 @@ async def finish(hosted: HostedRun, lend: Lend, hybrid_update_s: float) -> Serve
     """
     run = hosted.run
     await claim_hybrids(hosted)
-    began = hosted.tools.clock.now()
     try:
         if not lend.begun:
             await _begin_on_controller(hosted, lend, keep_sessions=False)
+        if lend.ordered_at is None:
+            lend.ordered_at = hosted.tools.clock.now()
+        await hosted.durable()
         await _try(hosted, lambda: hosted.engine.finish_lend(run.epoch, lend.lend_id, lend.weight_version))
         failed: tuple[str, ...] = ()
     except TurnoutError as error:
         serving, failed = await _serving(hosted, lend)
         if not serving:
+            lend.ordered_at = None
             raise _failed(hosted, Transition.LEND, error) from error
-    cost_s = lend.begin_s + hybrid_update_s + hosted.tools.clock.now() - began
+    finish_s = 0.0 if lend.ordered_at is None else hosted.tools.clock.now() - lend.ordered_at
+    cost_s = lend.begin_s + hybrid_update_s + finish_s
     run.completed(lend, cost_s, hosted.moment)
     return Served(cost_s, failed)
 
@@ -210,11 +238,3 @@ async def _serving(hosted: HostedRun, lend: Lend) -> tuple[bool, tuple[str, ...]
     lent = tuple(sorted(hybrids)) if lend.kind is LendKind.INIT else lend.replica_ids
     failed = tuple(r for r in lent if r not in hybrids or not hybrids[r].serving)
     return len(failed) < len(lent), failed
-
-
-async def abandon(hosted: HostedRun, lend: Lend, reason: str) -> None:
-    """Close `lend` as come to nothing and undo what was begun. If that fails, the run is in between, and the next call
-    that lets the trainer train tries again."""
-    hosted.run.abandoned(lend, reason, hosted.moment)
-    with contextlib.suppress(TurnoutError):
-        await take_back(hosted)

@@ -27,16 +27,14 @@ _EXITS = {exit.value: exit for exit in events.GroupExit}
 
 
 class Observer:
-    """The streams of one run, in tasks that end with `close`. `next_group_event`: where its group events begin."""
+    """The streams of one run, in tasks that end with `close`; they go on from where the run's `following` says."""
 
-    def __init__(self, hosted: HostedRun, next_group_event: int | None) -> None:
+    def __init__(self, hosted: HostedRun) -> None:
         self._hosted = hosted
+        self._following = hosted.following
         self._tasks: list[asyncio.Task[None]] = []
-        self.next_group_event = next_group_event
         self._replicas: dict[str, engine_pb2.Replica] = {}
-        self._topology: events.TopologyChanged | None = None
-        self._last_replica = ""
-        """Replica of the trajectory that finished last: the one that completed the group whose end comes next."""
+        hosted.stop_following = self.close
 
     def start(self) -> None:
         """Begin to follow."""
@@ -61,7 +59,7 @@ class Observer:
                     return
                 if error.reason in ("EVENTS_TRIMMED", "EVENTS_AHEAD"):
                     # Gone, or of another life of the buffer: what happens from now on is better than nothing for ever.
-                    self.next_group_event = None
+                    self._following.next_group_event = None
             except Exception:
                 _log.exception("following a run failed", run_id=self._hosted.run.run_id)
             await asyncio.sleep(_RETRY_S)
@@ -69,13 +67,13 @@ class Observer:
     # ------------------------------------------------------------------------------------------------- groups
 
     async def _groups(self) -> None:
-        async for message in self._hosted.buffer.watch_groups(self.next_group_event):
+        async for message in self._hosted.buffer.watch_groups(self._following.next_group_event):
             batch = [event for event in message.events if event.partition == self._hosted.run.config.partition]
             for event in _added_together(batch):
                 self._group(event)
             numbered = [event.sequence for event in message.events if event.sequence]
             if numbered:
-                self.next_group_event = numbered[-1] + 1
+                self._following.next_group_event = numbered[-1] + 1
 
     def _group(self, event: buffer_pb2.GroupEvent | events.GroupsAdded) -> None:
         happened = event if isinstance(event, events.GroupsAdded) else self._group_happened(event)
@@ -85,11 +83,11 @@ class Observer:
     def _group_happened(self, event: buffer_pb2.GroupEvent) -> events.Happening | None:
         match event.kind:
             case buffer_pb2.GROUP_EVENT_KIND_TRAJECTORY_FINISHED:
-                self._last_replica = event.replica_id
+                self._following.last_replica = event.replica_id
                 length = event.lengths[0] if event.lengths else 0
                 return events.TrajectoryFinished(event.group_id, event.index, length, event.replica_id)
             case buffer_pb2.GROUP_EVENT_KIND_FINISHED:
-                on_hybrid = self._on_hybrid(event.replica_id or self._last_replica)
+                on_hybrid = self._on_hybrid(event.replica_id or self._following.last_replica)
                 return events.GroupFinished(event.group_id, tuple(event.lengths), event.born_step, on_hybrid)
             case buffer_pb2.GROUP_EVENT_KIND_REISSUED:
                 return events.TrajectoriesReissued(event.group_id, event.trajectories)
@@ -123,8 +121,8 @@ class Observer:
             run.modes.saw(incarnation, {r.spec.replica_id: r.confirmed_free for r in hybrids})
         run.note_mode(moment)
         topology = self._present_topology()
-        if topology != self._topology:
-            self._topology = topology
+        if topology != self._following.topology:
+            self._following.topology = topology
             run.record(topology, moment)
 
     def _of_role(self, role: int) -> list[engine_pb2.Replica]:

@@ -11,22 +11,25 @@ import asyncio
 from dataclasses import dataclass
 
 from services.runtime.errors import Code, TurnoutError, aborted, failed_precondition, stale_epoch
+from services.runtime.idempotency import fingerprint
 from services.scheduler import lending
 from services.scheduler.buffer_peer import BufferPeer
 from services.scheduler.checkpoints import Checkpoints, checkpoints_needed
+from services.scheduler.convert import config_from_proto, lend_to_proto, resume_from_proto
 from services.scheduler.domain.config import PolicyFactory, RunConfig
 from services.scheduler.domain.events import LendKind
 from services.scheduler.domain.lends import Lend
 from services.scheduler.domain.resume import Resume, check_resume
 from services.scheduler.domain.run import Run
 from services.scheduler.engine_peer import EnginePeer
-from services.scheduler.hosted import HostedRun, Tools
+from services.scheduler.hosted import Following, HostedRun, Tools
 from services.scheduler.links import Links
+from turnout.scheduler.v1 import scheduler_pb2
 
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """What OpenRun asks for. `content` stands for all the call said."""
+    """What OpenRun asks for. `content` stands for all the call said, `request` is all of it."""
 
     run_id: str
     config: RunConfig
@@ -36,6 +39,7 @@ class Opening:
     take_over: bool
     request_id: str
     content: bytes
+    request: bytes
 
     @property
     def checkpoint_id(self) -> str:
@@ -43,19 +47,50 @@ class Opening:
         return "" if self.resume is None else self.resume.checkpoint_id
 
 
+def opening_of(request: scheduler_pb2.OpenRunRequest) -> Opening:
+    """What a request asks for. Raises INVALID_ARGUMENT naming the field."""
+    return Opening(
+        request.run_id,
+        config_from_proto(request.config),
+        request.buffer_target,
+        request.engine_target,
+        resume_from_proto(request),
+        request.take_over,
+        request.request_id,
+        fingerprint(request),
+        request.SerializeToString(),
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """What OpenRun answers."""
+    """A run that was opened, and what the caller is told beside it."""
 
     hosted: HostedRun
-    epoch: int
     lend: Lend | None
     warmup_groups: int
-    next_step: int
-    allow_older: bool
     cursor: int
-    next_group_event: int | None
-    """Where to follow the buffer's groups from, None: from now on."""
+
+    def answer(self) -> scheduler_pb2.OpenRunResponse:
+        """What OpenRun answers."""
+        run = self.hosted.run
+        return scheduler_pb2.OpenRunResponse(
+            epoch=run.epoch,
+            lend=None if self.lend is None else _init_lend(self.lend),
+            warmup_groups=self.warmup_groups,
+            next_step=run.step + 1,
+            run=self.hosted.shown(),
+            allow_older=run.resumed,
+            time_scale=self.hosted.tools.clock.scale,
+            cursor=self.cursor,
+        )
+
+
+def _init_lend(lend: Lend) -> scheduler_pb2.Lend:
+    message = lend_to_proto(lend)
+    # All hybrids that are registered before CompleteLend take part, those still to come too.
+    del message.replica_ids[:]
+    return message
 
 
 class Opener:
@@ -89,6 +124,7 @@ class Opener:
             if before is not None:
                 before.fence(stale_epoch(run.epoch, epoch))
                 await before.joins.idle()
+                await before.stop_following()
             cursor = await self._roll_back(hosted, opening, epoch)
             freed_s = await self._free_hybrids(hosted, epoch) if config.hybrid_gpus > 0 else 0.0
             warmup = await self._warmup(hosted, config, step)
@@ -98,12 +134,17 @@ class Opener:
             self._tools.holdings.claim(opening.run_id, held)
             raise
         self._tools.holdings.claim(opening.run_id, wanted)
-
+        # From here on nothing can refuse it, and what becomes of the run is that of its new trainer.
+        hosted.following = Following(group_event)
+        if before is not None and before.buffer.target == opening.buffer_target and not opening.checkpoint_id:
+            # Group events go on from where the predecessor stopped.
+            hosted.following.next_group_event = before.following.next_group_event
         run.modes.saw(replicas.incarnation, replicas.free if config.hybrid_gpus > 0 else {})
         run.open(epoch, config, resume, hosted.moment, saved)
         run.taken_over(freed_s, hosted.moment)
+        self._tools.keeping.follow(hosted)
         lend = await self._init_lend(hosted, step, allow_older=resume is not None)
-        return Opened(hosted, epoch, lend, warmup, step + 1, resume is not None, cursor, group_event)
+        return Opened(hosted, lend, warmup, cursor)
 
     def _check_alive(self, before: HostedRun, opening: Opening) -> None:
         run, clock = before.run, self._tools.clock
@@ -118,12 +159,15 @@ class Opener:
             )
 
     def _hosted(self, opening: Opening, before: HostedRun | None) -> HostedRun:
-        """The run with peers as `opening` names them; its state is kept if it is known here."""
-        tools, settings, config, run_id = self._tools, self._tools.settings, opening.config, opening.run_id
         if before is not None:
-            run = before.run
-        else:
-            run = Run(run_id, config, self._create, settings.event_history, tools.clock.scale, tools.moment())
+            return self.hosted(opening, before.run)
+        tools = self._tools
+        history, scale, now = tools.settings.event_history, tools.clock.scale, tools.moment()
+        return self.hosted(opening, Run(opening.run_id, opening.config, self._create, history, scale, now))
+
+    def hosted(self, opening: Opening, run: Run) -> HostedRun:
+        """`run` with peers as `opening` names them."""
+        tools, settings, config, run_id = self._tools, self._tools.settings, opening.config, opening.run_id
         return HostedRun(
             tools,
             run,
@@ -142,6 +186,7 @@ class Opener:
                 settings.transition_timeout_s,
                 config.engine_timeout_s,
             ),
+            opening.request,
         )
 
     async def _roll_back(self, hosted: HostedRun, opening: Opening, epoch: int) -> int:

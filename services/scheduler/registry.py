@@ -21,8 +21,9 @@ from services.scheduler.hosted import HostedRun, Tools
 from services.scheduler.links import Links
 from services.scheduler.metrics import SchedulerMetrics
 from services.scheduler.observer import Observer
-from services.scheduler.opening import Opened, Opener, Opening
-from services.scheduler.steps import Steps
+from services.scheduler.opening import Opener, Opening
+from services.scheduler.trainer_calls import TrainerCalls
+from turnout.scheduler.v1.scheduler_pb2 import OpenRunResponse
 
 T = TypeVar("T")
 
@@ -33,10 +34,11 @@ _CLOSED_KEPT = 32
 @dataclass(slots=True)
 class _Entry:
     hosted: HostedRun
-    steps: Steps
+    calls: TrainerCalls
     observer: Observer
     opening: Opening
-    opened: Opened
+    answer: OpenRunResponse | None
+    """What OpenRun answered, None if an earlier process was cut before it did."""
 
 
 class Registry:
@@ -63,9 +65,9 @@ class Registry:
     def __contains__(self, run_id: str) -> bool:
         return run_id in self._entries
 
-    def steps(self, run_id: str) -> Steps:
+    def calls(self, run_id: str) -> TrainerCalls:
         """The calls of a run's trainer. Raises NOT_FOUND / RUN_NOT_FOUND."""
-        return self._entry(run_id).steps
+        return self._entry(run_id).calls
 
     def all(self) -> list[HostedRun]:
         """All runs, by id."""
@@ -78,7 +80,7 @@ class Registry:
 
     # ------------------------------------------------------------------------------------------------ opening
 
-    async def open(self, opening: Opening) -> Opened:
+    async def open(self, opening: Opening) -> OpenRunResponse:
         """Open a run, or take it over. A repeat with the same request_id gets the first answer."""
         require_id("run_id", opening.run_id)
         configs.check(opening.config, self._create)
@@ -104,19 +106,22 @@ class Registry:
             # The caller may be gone; an error that nobody reads must not be reported as lost.
             task.exception()
 
-    async def _open(self, opening: Opening) -> Opened:
+    async def _open(self, opening: Opening) -> OpenRunResponse:
         entry = self._entries.get(opening.run_id)
-        if entry is not None:
-            again = self._repeated(entry, opening)
-            if again is not None:
-                return again
-        opened = await self._opener.open(opening, None if entry is None else entry.hosted)
-        await self._enter(opening, opened, entry)
-        return opened
+        answer = None if entry is None else self._repeated(entry, opening)
+        if answer is None:
+            opened = await self._opener.open(opening, None if entry is None else entry.hosted)
+            answer = opened.answer()
+            opened.hosted.answered = answer.SerializeToString()
+            if entry is None:
+                self._metrics.follow(opened.hosted.run)
+            self._enter(opened.hosted, opening, answer)
+        await self._entries[opening.run_id].hosted.durable()
+        return answer
 
-    def _repeated(self, entry: _Entry, opening: Opening) -> Opened | None:
+    def _repeated(self, entry: _Entry, opening: Opening) -> OpenRunResponse | None:
         """The first answer, if `opening` repeats the one that opened the run last."""
-        if not opening.request_id or opening.request_id != entry.opening.request_id:
+        if entry.answer is None or not opening.request_id or opening.request_id != entry.opening.request_id:
             return None
         if opening.content != entry.opening.content:
             raise invalid_argument(
@@ -125,21 +130,16 @@ class Registry:
                 value=opening.request_id,
                 reason="REQUEST_ID_REUSED",
             )
-        return entry.opened
+        return entry.answer
 
-    async def _enter(self, opening: Opening, opened: Opened, before: _Entry | None) -> None:
-        """Follow the run from where its predecessor stopped, unless its buffer is another one or was rolled back."""
-        group_event = opened.next_group_event
-        if before is None:
-            self._metrics.follow(opened.hosted.run)
-        else:
-            await before.observer.close()
-            if before.opening.buffer_target == opening.buffer_target and not opening.checkpoint_id:
-                group_event = before.observer.next_group_event
-        observer = Observer(opened.hosted, group_event)
-        self._entries[opening.run_id] = _Entry(opened.hosted, Steps(opened.hosted), observer, opening, opened)
+    def _enter(self, hosted: HostedRun, opening: Opening, answer: OpenRunResponse | None) -> _Entry:
+        observer = Observer(hosted)
+        entry = _Entry(hosted, TrainerCalls(hosted, self.checkpoints), observer, opening, answer)
+        self._entries[opening.run_id] = entry
         self._entries.move_to_end(opening.run_id)
-        observer.start()
+        if hosted.run.is_open:
+            observer.start()
+        return entry
 
     # ------------------------------------------------------------------------------------------ life and care
 
@@ -152,15 +152,19 @@ class Registry:
         run = entry.hosted.run
         run.check_epoch(epoch)
         if not run.is_open:
+            await entry.hosted.durable()
             return
         await self._end(entry)
         self._tools.holdings.release(run_id)
+        entry.hosted.undertaking = None
         run.close(reason, entry.hosted.moment)
         self._entries.move_to_end(run_id)
         closed = [known for known, other in self._entries.items() if not other.hosted.run.is_open]
         for forgotten in closed[:-_CLOSED_KEPT]:
             del self._entries[forgotten]
             self.checkpoints.forget(forgotten)
+            self._tools.keeping.forget(forgotten)
+        await entry.hosted.durable()
 
     async def _end(self, entry: _Entry) -> None:
         # A call that came between the end of the others and the closing would begin a wait that nobody ends.

@@ -1,28 +1,30 @@
 """What each of a trainer's calls does, beyond its place in the order.
 
 Invariants: the depth is read before anything is noted, so that a buffer that does not answer leaves no half-noted step;
-the policy decides, and this carries it out; a lend that does not come about lets the trainer proceed.
+the policy decides, and this carries it out; a lend that does not come about lets the trainer proceed. Each call notes
+in its undertaking how far it came and can be begun again from there; between its last effect and its end it awaits
+nothing, so that no call is half answered.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import cast
 
-from services.runtime.errors import TurnoutError
+from services.runtime.errors import TurnoutError, aborted
 from services.scheduler import lending
 from services.scheduler.domain import events
 from services.scheduler.domain.calls import CallKey, Ending
 from services.scheduler.domain.events import LendKind, Mode
 from services.scheduler.domain.lends import Lend
-from services.scheduler.hosted import Answered, HostedRun
+from services.scheduler.hosted import Answered, HostedRun, TrainerCall
 from services.scheduler.policies import decision_metrics
 from services.scheduler.policies.types import Action, Decision, Point
-from services.scheduler.waiting import ABANDONED, EXHAUSTED, HELD, REACHED, TIMED_OUT, Event, Outcome, Wait, WaitEnd
+from services.scheduler.undertaking import Outcome, Undertaking, WaitEnd
+from services.scheduler.waiting import ABANDONED, EXHAUSTED, HELD, REACHED, TIMED_OUT, Event, Wait
 from turnout.buffer.v1 import buffer_pb2
 
 
@@ -102,51 +104,48 @@ class Steps:
 
     # --------------------------------------------------------------------------------------------------- steps
 
-    async def begin_step(self, step: int, standalone_update_s: float | None) -> Answered:
+    async def begin_step(self, call: Undertaking, step: int, standalone_update_s: float | None) -> Answered:
         """Open `step`, and reclaim if the policy says so."""
         hosted, run = self._hosted, self._hosted.run
-        asks = run.modes.lent and run.next_config.switching
-        depth = await hosted.buffer.depth(step) if asks else None
-        if standalone_update_s is not None and not run.announced(step):
-            self._synced(False, standalone_update_s, step - 1)
-        run.begin_step(step, hosted.moment)
-        decision = None
+        if not call.decided:
+            asks = run.modes.lent and run.next_config.switching
+            depth = await hosted.buffer.depth(step) if asks else None
+            if standalone_update_s is not None and not run.announced(step):
+                self._synced(False, standalone_update_s, step - 1)
+            run.begin_step(step, hosted.moment)
+            if run.modes.lent:
+                if depth is not None:
+                    run.observe_depth(depth, hosted.moment)
+                call.decision = run.decide(Point.STEP_BEGIN, step, hosted.moment)
+            call.decided = True
         reclaimed = False
-        if run.modes.lent:
-            if depth is not None:
-                run.observe_depth(depth, hosted.moment)
-            decision = run.decide(Point.STEP_BEGIN, step, hosted.moment)
-            if decision.action is Action.RECLAIM:
-                await lending.take_back(hosted)
-                reclaimed = True
-        else:
+        if call.decision is None:
             reclaimed = await lending.ensure_trainer(hosted) is not None
-        return Answered(BeganStep(run.mode, reclaimed, decision))
+        elif call.decision.action is Action.RECLAIM:
+            await lending.take_back(hosted)
+            reclaimed = True
+        return Answered(BeganStep(run.mode, reclaimed, call.decision))
 
-    async def prepare_step(
-        self, key: CallKey, content: bytes, cursor: int, budget_s: float
-    ) -> AsyncGenerator[Event | Prepared, None]:
+    async def prepare_step(self, call: Undertaking, cursor: int, wait: Wait) -> Answered:
         """Wait with the GPUs lent until the policy takes them back; at once if they are not lent."""
-
-        async def work(wait: Wait) -> Answered:
-            hosted, run = self._hosted, self._hosted.run
+        hosted, run = self._hosted, self._hosted.run
+        end = call.wait_end
+        if end is None:
             if not run.modes.lent:
                 reclaimed = await lending.ensure_trainer(hosted) is not None
-                prepared = Prepared(REACHED, run.mode, reclaimed, None, cursor, run.timings.metrics())
-                return Answered(prepared)
+                return Answered(Prepared(REACHED, run.mode, reclaimed, None, cursor, run.timings.metrics()))
             end = await wait.run()
             run.timings.waited(end.waited_s)
             if end.outcome in (TIMED_OUT, HELD):
                 return Answered(self._prepared(end, reclaimed=False), Ending.TIMED_OUT)
-            await lending.take_back(hosted)
-            ending = Ending.EXHAUSTED if end.outcome == EXHAUSTED else Ending.DONE
-            return Answered(self._prepared(end, reclaimed=True), ending)
+            call.wait_end = end
+        await lending.take_back(hosted)
+        ending = Ending.EXHAUSTED if end.outcome == EXHAUSTED else Ending.DONE
+        return Answered(self._prepared(end, reclaimed=True), ending)
 
-        target = self._target(self._hosted.run.config.train_batch_size)
-        wait = Wait(self._hosted, key.step, target, cursor)
-        async with aclosing(self._waiting(key, content, wait, budget_s, work)) as heard:
-            async for event in heard:
-                yield cast("Event | Prepared", event)
+    def wait_for_step(self, step: int, cursor: int) -> Wait:
+        """What PrepareStep of `step` waits for."""
+        return Wait(self._hosted, step, self._target(self._hosted.run.config.train_batch_size), cursor)
 
     def _prepared(self, end: WaitEnd, *, reclaimed: bool) -> Prepared:
         run = self._hosted.run
@@ -158,81 +157,97 @@ class Steps:
             end.outcome, run.mode, reclaimed, end.done, end.done.next_cursor, metrics, end.decision, end.reason
         )
 
-    async def end_step(self, step: int) -> Answered:
+    async def end_step(self, call: Undertaking, step: int) -> Answered:
         """Close `step`, and lend if the policy says so."""
         hosted, run = self._hosted, self._hosted.run
-        depth = await hosted.buffer.depth(step + 1) if run.config.switching else None
-        run.record(events.StepEnded(step), hosted.moment)
-        if depth is not None:
-            run.observe_depth(depth, hosted.moment)
-        decision = run.decide(Point.STEP_END, step, hosted.moment)
-        metrics: dict[str, float] = {}
-        if run.config.switching:
-            metrics = {**decision_metrics(decision), **run.timings.metrics()}
-            run.record(events.StepMetrics(step, metrics), hosted.moment)
-        lend, failure = None, ""
-        if decision.action is Action.LEND:
-            lend, failure = await self._lend(LendKind.STEP_END, step)
-        ended = EndedStep(lend, decision, metrics, failure)
+        if not call.decided:
+            depth = await hosted.buffer.depth(step + 1) if run.config.switching else None
+            run.record(events.StepEnded(step), hosted.moment)
+            if depth is not None:
+                run.observe_depth(depth, hosted.moment)
+            call.decision = run.decide(Point.STEP_END, step, hosted.moment)
+            if run.config.switching:
+                call.metrics = {**decision_metrics(call.decision), **run.timings.metrics()}
+                run.record(events.StepMetrics(step, call.metrics), hosted.moment)
+            if call.decision.action is Action.LEND:
+                call.lend_id = hosted.tools.new_id()
+            call.decided = True
+        lend, _ = await self._lend(call, LendKind.STEP_END, step)
+        assert call.decision is not None
+        ended = EndedStep(lend, call.decision, call.metrics, call.lend_failure)
         return Answered(ended, Ending.LEND, lend.lend_id) if lend else Answered(ended)
 
-    async def _lend(self, kind: LendKind, weight_version: int) -> tuple[Lend | None, str]:
-        """A lend that began, or why it did not."""
-        lend = Lend(self._hosted.tools.new_id(), kind, weight_version, self._hosted.run.resumed)
-        try:
-            await lending.begin(self._hosted, lend, keep_sessions=kind is LendKind.VALIDATION)
-        except TurnoutError as error:
-            return None, error.message
-        return lend, ""
+    async def _lend(
+        self, call: Undertaking, kind: LendKind, weight_version: int
+    ) -> tuple[Lend | None, TurnoutError | None]:
+        """The lend that the call decided on, once it began, or why it did not; neither if it decided on none."""
+        hosted, run = self._hosted, self._hosted.run
+        if not call.lend_id:
+            return None, None
+        if call.lend_failure:
+            failure = aborted("LEND_FAILED", call.lend_failure, mode=run.mode.name)
+        else:
+            lend = run.lends.open
+            if lend is None or lend.lend_id != call.lend_id:
+                lend = Lend(call.lend_id, kind, weight_version, run.resumed)
+            try:
+                await lending.begin(hosted, lend, keep_sessions=kind is LendKind.VALIDATION)
+            except TurnoutError as error:
+                call.lend_failure = error.message
+                failure = error
+            else:
+                return lend, None
+        if run.lends.was_open(call.lend_id):
+            await lending.undo(hosted)
+        return None, failure
 
     # ---------------------------------------------------------------------------------------------- mini-batches
 
-    async def begin_sample(
-        self, key: CallKey, content: bytes, cursor: int, budget_s: float
-    ) -> AsyncGenerator[Event | Sampled, None]:
+    async def begin_sample(self, call: Undertaking, cursor: int, wait: Wait) -> Answered:
         """Announce a mini-batch: proceed, lend, or (after a lend) wait until the policy takes the GPUs back."""
+        if call.key.attempt == 0:
+            return await self._first_sample(call, cursor)
+        if call.wait_end is None and not self._hosted.run.modes.lent:
+            return await self._proceed(call.key.step, cursor)
+        return await self._wait_in_step(call, wait)
 
-        async def work(wait: Wait) -> Answered:
-            if key.attempt == 0:
-                return await self._first_sample(key, cursor)
-            if not self._hosted.run.modes.lent:
-                return await self._proceed(key.step, cursor)
-            return await self._wait_in_step(key, wait)
-
+    def wait_for_sample(self, step: int, mini_batch: int, cursor: int) -> Wait:
+        """What BeginSample waits for while the GPUs are lent."""
         config = self._hosted.run.config
-        rest = config.train_batch_size - key.mini_batch * config.mini_batch_size
-        target = self._target(max(1, rest))
-        wait = Wait(self._hosted, key.step, target, cursor)
-        async with aclosing(self._waiting(key, content, wait, budget_s, work)) as heard:
-            async for event in heard:
-                yield cast("Event | Sampled", event)
+        rest = config.train_batch_size - mini_batch * config.mini_batch_size
+        return Wait(self._hosted, step, self._target(max(1, rest)), cursor)
 
-    async def _first_sample(self, key: CallKey, cursor: int) -> Answered:
-        hosted, run = self._hosted, self._hosted.run
-        depth = await hosted.buffer.depth(key.step)
-        run.begin_sample(key.mini_batch, depth, hosted.moment)
-        decision = run.decide(Point.SAMPLE_BEGIN, key.step, hosted.moment)
-        if decision.action is Action.LEND and run.config.can_reinstall and run.mode is Mode.TRAINER:
-            lend, _ = await self._lend(LendKind.WITHIN_STEP, key.step - 1)
-            if lend is not None:
-                return Answered(Sampled(cursor, lend=lend, decision=decision), Ending.LEND, lend.lend_id)
+    async def _first_sample(self, call: Undertaking, cursor: int) -> Answered:
+        hosted, run, key = self._hosted, self._hosted.run, call.key
+        if not call.decided:
+            depth = await hosted.buffer.depth(key.step)
+            run.begin_sample(key.mini_batch, depth, hosted.moment)
+            call.sampleable = depth.sampleable
+            call.decision = run.decide(Point.SAMPLE_BEGIN, key.step, hosted.moment)
+            if call.decision.action is Action.LEND and run.config.can_reinstall and run.mode is Mode.TRAINER:
+                call.lend_id = hosted.tools.new_id()
+            call.decided = True
+        lend, _ = await self._lend(call, LendKind.WITHIN_STEP, key.step - 1)
+        if lend is not None:
+            return Answered(Sampled(cursor, lend=lend, decision=call.decision), Ending.LEND, lend.lend_id)
         if run.modes.in_between:
             # A lend could neither begin nor be undone: PROCEED would let two use the same memory. (A replica that fell
             # ill since the step began is no such thing, and waits for the next step.)
             await lending.ensure_trainer(hosted)
-        return Answered(Sampled(cursor, depth.sampleable, decision=decision))
+        return Answered(Sampled(cursor, call.sampleable, decision=call.decision))
 
     async def _proceed(self, step: int, cursor: int) -> Answered:
         await lending.ensure_trainer(self._hosted)
         return Answered(Sampled(cursor, (await self._hosted.buffer.depth(step)).sampleable))
 
-    async def _wait_in_step(self, key: CallKey, wait: Wait) -> Answered:
-        end = await wait.run()
+    async def _wait_in_step(self, call: Undertaking, wait: Wait) -> Answered:
+        end = call.wait_end or await wait.run()
         cursor = end.done.next_cursor
         if end.outcome in (TIMED_OUT, HELD):
             timed_out = end.reason or "the time to wait has passed with the GPUs lent"
             sampled = Sampled(cursor, timed_out=timed_out, done=end.done, decision=end.decision)
             return Answered(sampled, Ending.TIMED_OUT)
+        call.wait_end = end
         reclaim_s = await lending.take_back(self._hosted)
         sampleable = end.done.depth.sampleable
         return Answered(
@@ -247,9 +262,9 @@ class Steps:
             )
         )
 
-    async def end_sample(self, key: CallKey, wait_s: float, tokens: int | None) -> Answered:
+    async def end_sample(self, call: Undertaking, wait_s: float, tokens: int | None) -> Answered:
         """Note how long the trainer waited for its mini-batch."""
-        self._hosted.run.end_sample(key.step, key.mini_batch, wait_s, tokens, self._hosted.moment)
+        self._hosted.run.end_sample(call.key.step, call.key.mini_batch, wait_s, tokens, self._hosted.moment)
         return Answered(Nothing())
 
     # ---------------------------------------------------------------------------------------------------- waits
@@ -259,21 +274,19 @@ class Steps:
         threshold = self._hosted.run.threshold
         return without_threshold if threshold is None else threshold
 
-    async def _waiting(
-        self,
-        key: CallKey,
-        content: bytes,
-        wait: Wait,
-        budget_s: float,
-        work: Callable[[Wait], Awaitable[Answered]],
+    async def waiting(
+        self, wait: Wait, budget_s: float, make: Callable[[Wait], TrainerCall]
     ) -> AsyncGenerator[Event | object, None]:
-        """The events of the wait that `work` does for `key`, or of the one under way, then its answer."""
+        """The events of `wait`, in which the call that `make` makes is answered, or of the one under way for the same
+        call; then the answer."""
         hosted = self._hosted
-        answer = hosted.run.order.answer(key, content)
+        call = make(wait)
+        key = call.key
+        answer = hosted.run.order.answer(key, call.content)
         with hosted.parked():
             while answer is None:
                 wait = self._waits.get(key, wait)
-                task = hosted.begin(key, content, functools.partial(work, wait))
+                task = hosted.begin(make(wait))
                 # Only now: a call that was refused must leave no wait for the one that may come later.
                 self._waits[key] = wait
                 task.add_done_callback(functools.partial(self._ended, key, wait))
@@ -288,6 +301,7 @@ class Steps:
                         raise
                     # The caller before left, and its wait ended as this call came: begin anew.
                     await asyncio.sleep(0)
+            await hosted.durable()
         yield answer
 
     def _ended(self, key: CallKey, wait: Wait, _: object) -> None:
@@ -318,13 +332,16 @@ class Steps:
         self._hosted.run.abandoned(lend, reason, self._hosted.moment)
         return Answered(Nothing())
 
-    async def begin_validation(self, step: int) -> Answered:
+    async def begin_validation(self, call: Undertaking, step: int) -> Answered:
         """Make all GPUs available: lend the hybrids unless they serve."""
         hosted, run = self._hosted, self._hosted.run
-        lend = None
-        if run.can_lend and not run.modes.lent and run.modes.hybrids:
-            lend = Lend(hosted.tools.new_id(), LendKind.VALIDATION, step, run.resumed)
-            await lending.begin(hosted, lend, keep_sessions=True)
+        if not call.decided:
+            if run.can_lend and not run.modes.lent and run.modes.hybrids:
+                call.lend_id = hosted.tools.new_id()
+            call.decided = True
+        lend, failure = await self._lend(call, LendKind.VALIDATION, step)
+        if failure is not None:
+            raise failure
         run.record(events.ValidationBegan(step), hosted.moment)
         return Answered(Nothing()) if lend is None else Answered(lend, Ending.LEND, lend.lend_id)
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from services.runtime.errors import TurnoutError, aborted, unavailable
@@ -20,10 +19,10 @@ from services.scheduler.domain.run import Depth
 from services.scheduler.hosted import HostedRun
 from services.scheduler.links import unanswered
 from services.scheduler.policies.types import Action, Decision, Point
+from services.scheduler.undertaking import Outcome, WaitEnd
 from turnout.buffer.v1 import buffer_pb2
 
 Event: TypeAlias = buffer_pb2.WaitProgress | buffer_pb2.RefillDue
-Outcome: TypeAlias = "buffer_pb2.WaitOutcome.ValueType"
 
 REACHED: Final = buffer_pb2.WAIT_OUTCOME_REACHED
 EXHAUSTED: Final = buffer_pb2.WAIT_OUTCOME_EXHAUSTED
@@ -32,17 +31,6 @@ HELD: Final = buffer_pb2.WAIT_OUTCOME_HELD
 
 ABANDONED: Final = "WAIT_ABANDONED"
 """Reason with which a wait that nobody follows any more ends."""
-
-
-@dataclass(frozen=True, slots=True)
-class WaitEnd:
-    """How a wait ended: the buffer's last word, the policy's last decision, and the seconds it took."""
-
-    outcome: Outcome
-    done: buffer_pb2.WaitDone
-    decision: Decision | None
-    reason: str
-    waited_s: float
 
 
 class Caller:

@@ -192,6 +192,8 @@ class CallOrder:
         self._mini_batches = mini_batches
         self._keep = keep
         self._answers: dict[CallKey, tuple[bytes, object]] = {}
+        self.fresh: list[CallKey] = []
+        """Calls answered since whoever keeps the answers took note of them, at most `keep`."""
 
     def expected(self) -> tuple[CallKey, ...]:
         """The calls that may come next, the usual one first."""
@@ -223,6 +225,16 @@ class CallOrder:
         """`key`, one of the expected calls, was answered."""
         self.check(key)
         self.position = advance(self.position, key, ending, lend_id)
+        self.restore(key, content, answer)
+        self.fresh.append(key)
+        del self.fresh[: -self._keep]
+
+    def restore(self, key: CallKey, content: bytes, answer: object) -> None:
+        """`key` was answered; where that left the trainer is `position`."""
         self._answers[key] = (content, answer)
         while len(self._answers) > self._keep:
             del self._answers[next(iter(self._answers))]
+
+    def answers(self) -> list[tuple[CallKey, bytes, object]]:
+        """All answers that are kept, the oldest first, each with what its call said."""
+        return [(key, content, answer) for key, (content, answer) in self._answers.items()]

@@ -4,6 +4,8 @@ Invariants: a configuration that exists is valid, also while switching is off; e
 without hybrid GPUs never switches, whatever `enable_switch` says, since there is nothing to move (as in verl).
 """
 
+from __future__ import annotations
+
 import json
 import math
 from collections.abc import Callable
@@ -97,6 +99,14 @@ class RunConfig:
     def as_json(self) -> str:
         """Every field, defaults filled in, as one JSON object."""
         return json.dumps(asdict(self), sort_keys=True)
+
+    @classmethod
+    def of_json(cls, text: str) -> RunConfig:
+        """What `as_json` wrote. Raises ValueError or TypeError for what this version does not know."""
+        values = json.loads(text)
+        values["switch"] = SwitchConfig(**values["switch"])
+        values["hybrid_devices"] = tuple(Gpu(**gpu) for gpu in values["hybrid_devices"])
+        return cls(**values)
 
 
 def check(config: RunConfig, create: PolicyFactory = policies.create) -> RunConfig:

@@ -15,7 +15,8 @@ class Lend:
     """One lend.
 
     begin_s: seconds that BeginLend took. begun: the controller holds it open. replica_ids: replicas that wait for
-    weights. allow_older: engines may hold newer weights than `weight_version`, after a roll-back.
+    weights. allow_older: engines may hold newer weights than `weight_version`, after a roll-back. ordered_at: when the
+    order that is under way at the controller, its begin or its end, was given.
     """
 
     lend_id: str
@@ -25,6 +26,7 @@ class Lend:
     begin_s: float = 0.0
     begun: bool = False
     replica_ids: tuple[str, ...] = ()
+    ordered_at: float | None = None
 
     @property
     def update_standalone(self) -> bool:
@@ -47,6 +49,19 @@ class Lends:
         self.completed = 0
         """Lends completed, validation apart."""
 
+    def restore(self, open_lend: Lend | None, completed: int) -> None:
+        """Go on with what is known of an earlier process."""
+        self.open = open_lend
+        self.completed = completed
+
+    def close(self, lend_id: str, cost_s: float | None) -> None:
+        """A lend of an earlier process is over; `cost_s` None: it was abandoned."""
+        self._closed[lend_id] = cost_s
+
+    def closed(self) -> dict[str, float | None]:
+        """What each lend that is over cost, None if it was abandoned."""
+        return dict(self._closed)
+
     def begin(self, lend: Lend) -> None:
         """Open `lend`."""
         if self.open is not None or lend.lend_id in self._closed:
@@ -60,6 +75,17 @@ class Lends:
         if lend_id in self._closed:
             return None
         raise not_found("LEND_UNKNOWN", f"no lend {lend_id!r}", field="lend_id", value=lend_id)
+
+    def require(self, lend_id: str) -> Lend:
+        """The open lend `lend_id`. Raises NOT_FOUND / LEND_UNKNOWN, FAILED_PRECONDITION / LEND_CLOSED."""
+        lend = self.get(lend_id)
+        if lend is None:
+            raise lend_closed(lend_id, "abandoned" if self.cost_of(lend_id) is None else "completed")
+        return lend
+
+    def was_open(self, lend_id: str) -> bool:
+        """Whether `lend_id` was begun and is over."""
+        return lend_id in self._closed
 
     def cost_of(self, lend_id: str) -> float | None:
         """Seconds that a closed lend cost, None if it was abandoned."""

@@ -4,7 +4,7 @@ Invariants: sequence numbers begin at 1 and have no gaps; `at` never runs backwa
 always kept, older ones may be trimmed, and asking for a trimmed one is an error and never a silent gap.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from services.runtime.errors import out_of_range
 from services.scheduler.domain.events import Happening, RunEvent
@@ -34,15 +34,33 @@ class EventLog:
         if self._events:
             at = max(at, self._events[-1].at)
         placed = RunEvent(self.last + 1, at, time, event)
+        self._add(placed)
+        for listener in tuple(self._listeners):
+            listener()
+        return placed
+
+    def _add(self, placed: RunEvent) -> None:
         self._events.append(placed)
         # Trimming a share at a time keeps appending cheap.
         if len(self._events) > self._limit + self._limit // 4:
             excess = len(self._events) - self._limit
             del self._events[:excess]
             self._first += excess
-        for listener in tuple(self._listeners):
-            listener()
-        return placed
+
+    def restore(self, first: int) -> None:
+        """Begin an empty log with `first`: what came before is not kept any more."""
+        if self._events or self._listeners:
+            raise AssertionError("only a log that nobody has used is restored")
+        self._first = first
+
+    def keep(self, placed: RunEvent) -> None:
+        """Add an event that was read back. Raises ValueError unless it is the next one."""
+        if placed.sequence != self.last + 1:
+            raise ValueError(f"event {placed.sequence} follows event {self.last}")
+        self._add(placed)
+
+    def __iter__(self) -> Iterator[RunEvent]:
+        return iter(tuple(self._events))
 
     def read(self, start: int, limit: int) -> list[RunEvent]:
         """At most `limit` events from sequence number `start` (at least 1) on.

@@ -5,7 +5,7 @@ controller's present incarnation; another incarnation makes everything seen befo
 the run in between with the reason, until a later one succeeds.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from services.scheduler.domain.events import Mode
 
@@ -26,6 +26,22 @@ class Modes:
         if self._intent is Mode.TRAINER and self.unconfirmed:
             return Mode.RECLAIMING
         return self._intent
+
+    @property
+    def intent(self) -> Mode:
+        """Who is to have the GPUs, whatever was seen."""
+        return self._intent
+
+    @property
+    def stuck(self) -> str:
+        """Why the last transition failed; empty if it did not."""
+        return self._stuck
+
+    def restore(self, intent: Mode, stuck: str, hybrids: Iterable[str]) -> None:
+        """Go on with what an earlier process intended; of the hybrids it knew, nothing is seen yet."""
+        self._intent = intent
+        self._stuck = stuck
+        self._free = dict.fromkeys(hybrids, False)
 
     @property
     def lent(self) -> bool:

@@ -4,7 +4,6 @@ Invariants: whatever happens goes through `record`, which logs it and shows it t
 alone reproduces every decision; a changed configuration takes hold when a step begins, never within one.
 """
 
-import copy
 from dataclasses import dataclass
 
 from services.runtime.errors import stale_epoch, unknown_epoch
@@ -13,6 +12,7 @@ from services.scheduler.domain.calls import CallOrder, Position
 from services.scheduler.domain.config import PolicyFactory, RunConfig
 from services.scheduler.domain.events import DecisionAction, DecisionPoint, Happening, Mode
 from services.scheduler.domain.feed import PolicyFeed
+from services.scheduler.domain.learner import Learner
 from services.scheduler.domain.lease import TrainerLease
 from services.scheduler.domain.lends import Lend, Lends
 from services.scheduler.domain.log import EventLog
@@ -49,11 +49,28 @@ class Depth:
 
 @dataclass(frozen=True, slots=True)
 class SavedState:
-    """What a checkpoint keeps of a run: what the policy learned."""
+    """What a checkpoint keeps of a run: what the policy learned.
+
+    `knowledge` is None if another version of the program wrote it, which nobody can read.
+    """
 
     step: int
-    policy: Policy
-    feed: PolicyFeed
+    knowledge: tuple[Policy, PolicyFeed] | None
+
+
+@dataclass(slots=True)
+class Notes:
+    """What was noted of the present step, so that a repeat after a failure notes nothing twice.
+
+    announced_step: the last BeginStep. announced_sample: step and number of the last BeginSample. starving: since then.
+    reported: the mode as it was recorded last. waiting_action: what the policy answered last within a wait.
+    """
+
+    announced_step: int = 0
+    announced_sample: tuple[int, int] | None = None
+    starving: bool = False
+    reported: Mode = Mode.TRAINER
+    waiting_action: DecisionAction | None = None
 
 
 class Run:
@@ -81,19 +98,17 @@ class Run:
         self.log = EventLog(log_limit)
         self.order = CallOrder(Position(), config.parameter_sync_step)
         self.lease = TrainerLease(config.trainer_lease_s / scale, moment.now)
-        self._scale = scale
-        self._create = create
-        self._origin = moment.now
-        self._pending: RunConfig | None = None
-        self._announced_step = 0
-        self._announced_sample: tuple[int, int] | None = None
-        self._starving = False
-        self._reported = self.modes.mode
-        self._waiting_action: DecisionAction | None = None
+        self.reclaim_ordered_at: float | None = None
+        """When the reclaim that is under way was ordered, None if none is."""
+        self.origin = moment.now
+        """Where the service's clock stood when the run's own began."""
+        self.pending: RunConfig | None = None
+        """Configuration that the next step takes over."""
+        self.notes = Notes()
         self.threshold: int | None = None
         """Groups at which the policy takes the GPUs back in the present step, None if it named no number."""
-        self._policy = create(config.policy, config.policy_config)
-        self._feed = PolicyFeed(config.policy_config)
+        self.learner = Learner(config, create)
+        self._scale = scale
 
     # --------------------------------------------------------------------------------------------------- life
 
@@ -104,7 +119,7 @@ class Run:
 
     def at(self, now: float) -> float:
         """The run's own time at `now` of the service's clock."""
-        return now - self._origin
+        return now - self.origin
 
     def open(
         self,
@@ -126,16 +141,13 @@ class Run:
         self.opened_wall = moment.wall
         step = 0 if resume is None else resume.step
         self.order = CallOrder(Position(step=step), config.parameter_sync_step)
-        self.lease = TrainerLease(config.trainer_lease_s / self._scale, moment.now)
         self.timings = StepTimings()
-        self._starving = False
-        self._announced_step = step
-        self._announced_sample = None
-        self._pending = None
+        self.reclaim_ordered_at = None
+        self.notes = Notes(announced_step=step, reported=self.notes.reported, waiting_action=self.notes.waiting_action)
+        self.pending = None
         self._adopt(config)
-        if saved is not None and saved.policy.name == config.policy:
-            self._policy, self._feed = copy.deepcopy((saved.policy, saved.feed))
-            self._feed.config = config.policy_config
+        recall(self.learner, config, saved)
+        self.begin_lease(moment)
         checkpoint_id = "" if resume is None else resume.checkpoint_id
         opened = events.RunOpened(epoch, step, config.as_json(), resume is not None, checkpoint_id)
         self.record(opened, moment)
@@ -144,6 +156,10 @@ class Run:
         """The run ends. GPUs stay where they are."""
         self.is_open = False
         self.record(events.RunClosed(reason), moment)
+
+    def begin_lease(self, moment: Moment) -> None:
+        """The trainer's lease begins at its full length."""
+        self.lease = TrainerLease(self.config.trainer_lease_s / self._scale, moment.now)
 
     def check_epoch(self, epoch: int) -> None:
         """Raise FAILED_PRECONDITION unless `epoch` is the present one."""
@@ -154,57 +170,46 @@ class Run:
 
     def reconfigure(self, config: RunConfig) -> None:
         """Take `config`, already checked, over when the next step begins."""
-        self._pending = config
+        self.pending = config
 
     @property
     def next_config(self) -> RunConfig:
         """The configuration of the next step."""
-        return self._pending or self.config
+        return self.pending or self.config
 
     def _adopt(self, config: RunConfig) -> None:
-        renamed = config.policy != self.config.policy
         self.config = config
-        self._feed.config = config.policy_config
-        if renamed:
-            # The new policy learns from the log what the old one knew.
-            self._policy = self._create(config.policy, config.policy_config)
-            self._feed = PolicyFeed(config.policy_config)
-            for past in self.log.read(self.log.first, self.log.last):
-                self._observe(past.event, past.at)
+        self.learner.adopt(config, self.log)
 
     # ------------------------------------------------------------------------------------------------- events
 
     def record(self, event: Happening, moment: Moment) -> None:
         """Log `event` and show it to the policy."""
         placed = self.log.append(event, self.at(moment.now), moment.wall)
-        self._observe(event, placed.at)
-
-    def _observe(self, event: Happening, at: float) -> None:
-        for seen in self._feed.read(event, at):
-            self._policy.observe(seen)
+        self.learner.observe(event, placed.at)
 
     def note_mode(self, moment: Moment) -> None:
         """Record the mode if it is another one than recorded last."""
         mode = self.modes.mode
-        if mode is not self._reported:
+        if mode is not self.notes.reported:
             lend_id = self.lends.open.lend_id if self.lends.open else ""
-            before, self._reported = self._reported, mode
+            before, self.notes.reported = self.notes.reported, mode
             self.record(events.ModeChanged(before, mode, lend_id), moment)
 
     # -------------------------------------------------------------------------------------------------- steps
 
     def announced(self, step: int) -> bool:
         """Whether `step` was noted as begun, by a BeginStep that then failed."""
-        return self._announced_step == step
+        return self.notes.announced_step == step
 
     def begin_step(self, step: int, moment: Moment) -> None:
         """BeginStep was called; a repeat after a failure is noted once."""
         if self.announced(step):
             return
-        self._announced_step = step
+        self.notes.announced_step = step
         self.threshold = None
-        if self._pending is not None:
-            config, self._pending = self._pending, None
+        if self.pending is not None:
+            config, self.pending = self.pending, None
             self._adopt(config)
             self.record(events.RunUpdated(config.as_json()), moment)
         self.timings.begin_step()
@@ -213,18 +218,18 @@ class Run:
     def begin_sample(self, mini_batch: int, depth: Depth, moment: Moment) -> None:
         """The trainer asks for a mini-batch; a repeat after a failure is noted once."""
         self.observe_depth(depth, moment)
-        if self._announced_sample == (depth.step, mini_batch):
+        if self.notes.announced_sample == (depth.step, mini_batch):
             return
-        self._announced_sample = (depth.step, mini_batch)
+        self.notes.announced_sample = (depth.step, mini_batch)
         self.record(events.MiniBatchBegan(depth.step, mini_batch, depth.sampleable), moment)
         if depth.sampleable < self.config.mini_batch_size:
-            self._starving = True
+            self.notes.starving = True
             self.record(events.StarvationBegan(depth.step), moment)
 
     def end_sample(self, step: int, mini_batch: int, wait_s: float, tokens: int | None, moment: Moment) -> None:
         """The trainer has its mini-batch after `wait_s`."""
-        if self._starving:
-            self._starving = False
+        if self.notes.starving:
+            self.notes.starving = False
             self.record(events.StarvationEnded(step, wait_s), moment)
         self.record(events.MiniBatchEnded(step, mini_batch, wait_s, tokens), moment)
 
@@ -240,10 +245,10 @@ class Run:
 
         A wait asks at every arrival; only its first answer and those that differ from the last are recorded.
         """
-        decision = self._policy.decide(point, self.at(moment.now))
+        decision = self.learner.decide(point, self.at(moment.now))
         action = DecisionAction[decision.action.name]
-        news = point is not Point.WAITING or action is not self._waiting_action
-        self._waiting_action = action if point is Point.WAITING else None
+        news = point is not Point.WAITING or action is not self.notes.waiting_action
+        self.notes.waiting_action = action if point is Point.WAITING else None
         if point is not Point.STEP_END and decision.threshold is not None:
             self.threshold = decision.threshold
         if news:
@@ -251,7 +256,7 @@ class Run:
                 point=DecisionPoint[point.name],
                 step=step,
                 action=action,
-                policy=self._policy.name,
+                policy=self.learner.name,
                 reason=decision.reason,
                 numbers=dict(decision.numbers),
                 predicted_wait_seconds=decision.predicted_wait_s,
@@ -285,13 +290,16 @@ class Run:
         self.record(events.LendAbandoned(lend.lend_id, reason), moment)
 
     def reclaiming(self, moment: Moment) -> None:
-        """The GPUs are ordered back."""
+        """The GPUs are ordered back. An order that a restart of this service cut goes on from when it was given."""
+        if self.reclaim_ordered_at is None:
+            self.reclaim_ordered_at = moment.now
         self.modes.reclaiming()
         self.note_mode(moment)
 
     def returned(self, cost_s: float, moment: Moment) -> None:
         """GPUs are confirmed back after `cost_s`. If they served, it was a reclaim; all count while switching is on."""
         self.unfinished_lend = ""
+        self.reclaim_ordered_at = None
         if self.served:
             self.served = False
             self.reclaims += 1
@@ -312,6 +320,7 @@ class Run:
 
     def transition_failed(self, failure: events.TransitionFailed, moment: Moment) -> None:
         """A transition failed; the run stays in between."""
+        self.reclaim_ordered_at = None
         self.modes.failed(failure.message)
         self.record(failure, moment)
         self.note_mode(moment)
@@ -324,8 +333,7 @@ class Run:
 
     def save(self) -> SavedState:
         """A copy of what a checkpoint keeps."""
-        policy, feed = copy.deepcopy((self._policy, self._feed))
-        return SavedState(self.step, policy, feed)
+        return SavedState(self.step, self.learner.knowledge())
 
     @property
     def mode(self) -> Mode:
@@ -336,3 +344,9 @@ class Run:
     def can_lend(self) -> bool:
         """Whether there is something to lend."""
         return self.config.hybrid_gpus > 0
+
+
+def recall(learner: Learner, config: RunConfig, saved: SavedState | None) -> None:
+    """Let a policy that is resumed from a checkpoint know what the same policy knew then."""
+    if saved is not None and saved.knowledge is not None and saved.knowledge[0].name == config.policy:
+        learner.recall(*saved.knowledge, config)
