@@ -27,7 +27,7 @@ from services.scheduler.domain.resume import Resume
 from services.scheduler.domain.run import Run
 from services.scheduler.policies.config import SwitchConfig
 from services.scheduler.policies.errors import FieldError
-from services.scheduler.policies.types import Decision
+from services.scheduler.policies.types import Action, Decision
 from turnout.scheduler.v1 import scheduler_pb2
 
 _SWITCH_FIELDS = tuple(SwitchConfig.__dataclass_fields__)
@@ -137,6 +137,18 @@ def decision_to_proto(decision: Decision | None) -> scheduler_pb2.Decision | Non
         numbers=dict(decision.numbers),
         predicted_wait=None if wait_s is None else duration_of(max(0.0, wait_s)),
         threshold=decision.threshold,
+    )
+
+
+def decision_from_proto(message: scheduler_pb2.Decision) -> Decision:
+    """What `decision_to_proto` was given, but for what it leaves out: placement and recheck_at."""
+    wait_s = duration_seconds(message.predicted_wait, "predicted_wait") if message.HasField("predicted_wait") else None
+    return Decision(
+        action=Action[DecisionAction(message.action).name],
+        reason=message.reason,
+        predicted_wait_s=wait_s,
+        numbers=dict(message.numbers),
+        threshold=message.threshold if message.HasField("threshold") else None,
     )
 
 

@@ -5,9 +5,11 @@ that sends such an event and is never dropped in silence.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
-from typing import Any
+from enum import IntEnum
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
@@ -47,3 +49,61 @@ def _value(value: Any) -> Any:
     if is_dataclass(value):
         return getattr(events_pb2, type(value).__name__)(**_values(value))
     return value
+
+
+def event_from_proto(message: events_pb2.RunEvent) -> events.RunEvent:
+    """What `event_to_proto` was given. Raises ValueError for an event that this version does not know."""
+    which = message.WhichOneof("event")
+    if which is None:
+        raise ValueError(f"event {message.sequence} is of a kind that this version does not know")
+    name = "".join(part.capitalize() for part in which.split("_"))
+    happened = _read(getattr(events, name), getattr(message, which))
+    return events.RunEvent(message.sequence, message.at, message.time.ToNanoseconds() / 1e9, happened)
+
+
+def happening_from_proto(kind: type[Any], message: Any) -> Any:
+    """The happening of this kind that a message tells."""
+    return _read(kind, message)
+
+
+def happening_to_proto(event: events.Happening) -> Any:
+    """The message of one happening alone."""
+    return getattr(events_pb2, type(event).__name__)(**_values(event))
+
+
+_READERS: dict[type[Any], list[tuple[str, Callable[[Any], Any]]]] = {}
+"""Made once per class: a start reads a hundred thousand events."""
+
+
+def _read(kind: type[Any], message: Any) -> Any:
+    return kind(**{name: reader(message) for name, reader in _readers(kind)})
+
+
+def _readers(kind: type[Any]) -> list[tuple[str, Callable[[Any], Any]]]:
+    """For each field of a class, what reads it from a message."""
+    if kind not in _READERS:
+        hints = get_type_hints(kind)
+        _READERS[kind] = [(f.name, _reader(_RENAMED.get(f.name, f.name), hints[f.name])) for f in fields(kind)]
+    return _READERS[kind]
+
+
+def _reader(name: str, hint: Any) -> Callable[[Any], Any]:
+    if isinstance(hint, UnionType):
+        (present,) = (option for option in get_args(hint) if option is not type(None))
+        read = _reader(name, present)
+        return lambda message: read(message) if message.HasField(name) else None
+    if get_origin(hint) is tuple:
+        element = _element(get_args(hint)[0])
+        return lambda message: tuple(map(element, getattr(message, name)))
+    if get_origin(hint) is Mapping:
+        return lambda message: dict(getattr(message, name))
+    convert = _element(hint)
+    return lambda message: convert(getattr(message, name))
+
+
+def _element(kind: Any) -> Callable[[Any], Any]:
+    if is_dataclass(kind):
+        return lambda value: _read(kind, value)  # type: ignore[arg-type]
+    if issubclass(kind, IntEnum):
+        return lambda value: kind(value)
+    return lambda value: value

@@ -49,12 +49,14 @@ class Registry:
         self._tools = tools
         self._links = links
         self._create = create
-        self._opener = Opener(tools, links, create, self.checkpoints)
+        self.opener = Opener(tools, links, create, self.checkpoints)
         self._metrics = metrics
         self._entries: OrderedDict[str, _Entry] = OrderedDict()
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         """Held by the tasks that use them, so ids that nobody opens leave none behind."""
         self._tasks: set[asyncio.Task[object]] = set()
+        self._suspended: TurnoutError | None = None
+        """What every call ends with while what is stored is read again."""
 
     # ------------------------------------------------------------------------------------------------ reading
 
@@ -71,9 +73,16 @@ class Registry:
 
     def all(self) -> list[HostedRun]:
         """All runs, by id."""
+        self._check()
         return [self._entries[run_id].hosted for run_id in sorted(self._entries)]
 
+    def _check(self) -> None:
+        if self._suspended is not None:
+            error = self._suspended
+            raise TurnoutError(error.code, error.reason, error.message, error.metadata)
+
     def _entry(self, run_id: str) -> _Entry:
+        self._check()
         if run_id not in self._entries:
             raise not_found("RUN_NOT_FOUND", f"no run {run_id!r} is known here", field="run_id", run_id=run_id)
         return self._entries[run_id]
@@ -82,6 +91,7 @@ class Registry:
 
     async def open(self, opening: Opening) -> OpenRunResponse:
         """Open a run, or take it over. A repeat with the same request_id gets the first answer."""
+        self._check()
         require_id("run_id", opening.run_id)
         configs.check(opening.config, self._create)
         self._links.get("buffer_target", opening.buffer_target)
@@ -110,7 +120,7 @@ class Registry:
         entry = self._entries.get(opening.run_id)
         answer = None if entry is None else self._repeated(entry, opening)
         if answer is None:
-            opened = await self._opener.open(opening, None if entry is None else entry.hosted)
+            opened = await self.opener.open(opening, None if entry is None else entry.hosted)
             answer = opened.answer()
             opened.hosted.answered = answer.SerializeToString()
             if entry is None:
@@ -140,6 +150,35 @@ class Registry:
         if hosted.run.is_open:
             observer.start()
         return entry
+
+    # ----------------------------------------------------------------------------------------------- restarting
+
+    def restore(self, hosted: HostedRun, opening: Opening, answer: OpenRunResponse | None) -> None:
+        """Host a run again that was read back; what its trainer was waiting for begins with `go_on`."""
+        self._metrics.follow(hosted.run)
+        self._enter(hosted, opening, answer)
+
+    def go_on(self) -> None:
+        """Take calls, and go on with those that an earlier process was working on."""
+        self._suspended = None
+        for entry in self._entries.values():
+            hosted, undertaking = entry.hosted, entry.hosted.undertaking
+            # A wait alone is taken up when its trainer repeats the call: nobody would hear its refills before.
+            if hosted.run.is_open and undertaking is not None and (undertaking.began or hosted.run.modes.in_between):
+                hosted.begin(entry.calls.resumed(undertaking))
+
+    async def suspend(self, error: TurnoutError) -> None:
+        """Forget everything: memory holds what is not stored. Calls end with `error` until `go_on`."""
+        self._suspended = error
+        await self._cancel(list(self._tasks))
+        for entry in self._entries.values():
+            entry.hosted.fence(error)
+            entry.hosted.run.log.end(error)
+            await entry.hosted.joins.cancel()
+            await entry.observer.close()
+            self._tools.holdings.release(entry.hosted.run.run_id)
+            self.checkpoints.forget(entry.hosted.run.run_id)
+        self._entries.clear()
 
     # ------------------------------------------------------------------------------------------ life and care
 
@@ -192,9 +231,13 @@ class Registry:
 
     async def close(self) -> None:
         """Stop everything."""
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._cancel(list(self._tasks))
         for entry in self._entries.values():
             await entry.hosted.joins.cancel()
             await entry.observer.close()
+
+    @staticmethod
+    async def _cancel(tasks: list[asyncio.Task[object]]) -> None:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -10,7 +10,9 @@ import uuid
 import grpc.aio
 
 from services.runtime.clock import Clock
-from services.runtime.host import Build, HostContext, HostedService, ServiceHost
+from services.runtime.errors import TurnoutError
+from services.runtime.host import Build, HostContext, HostedService, ServiceHost, StartError
+from services.runtime.journal import JournalOptions
 from services.scheduler import policies
 from services.scheduler.domain.config import PolicyFactory
 from services.scheduler.domain.holdings import Holdings
@@ -20,6 +22,7 @@ from services.scheduler.metrics import SchedulerMetrics
 from services.scheduler.registry import Registry
 from services.scheduler.servicer import SchedulerServicer
 from services.scheduler.settings import SchedulerSettings
+from services.scheduler.storage.keeper import Keeper
 from turnout.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 NAME = "scheduler"
@@ -34,17 +37,37 @@ class SchedulerService(HostedService):
     def __init__(self, settings: SchedulerSettings, context: HostContext, create: PolicyFactory) -> None:
         tools = Tools(context.clock, context.draining, settings, Holdings(), lambda: uuid.uuid4().hex)
         self._links = Links()
-        self._registry = Registry(tools, self._links, create, SchedulerMetrics(context.metrics))
-        self._servicer = SchedulerServicer(self._registry, tools, uuid.uuid4().hex)
+        self.registry = Registry(tools, self._links, create, SchedulerMetrics(context.metrics))
+        self.keeper: Keeper | None = None
+        self._tasks = context.tasks
+        if settings.data_dir is not None:
+            options = JournalOptions(durability=settings.level)
+            self.keeper = Keeper(tools, self.registry, create, settings.data_dir, options, context.set_serving)
+            tools.keeping = self.keeper
+        self._servicer = SchedulerServicer(self.registry, tools, uuid.uuid4().hex)
 
     def register(self, server: grpc.aio.Server) -> None:
         scheduler_pb2_grpc.add_SwitchSchedulerServicer_to_server(self._servicer, server)
 
+    async def start(self) -> None:
+        """Load what is stored, and go on with it. Raises StartError."""
+        if self.keeper is not None:
+            try:
+                await self.keeper.open()
+            except (TurnoutError, OSError) as error:
+                raise StartError(str(error)) from error
+            if self.keeper.journal is not None:
+                self._tasks.supervise("scheduler journal", self.keeper.watch)
+                self._tasks.supervise("scheduler compaction", self.keeper.compact)
+        self.registry.go_on()
+
     async def drain(self) -> None:
-        await self._registry.drain()
+        await self.registry.drain()
 
     async def close(self) -> None:
-        await self._registry.close()
+        await self.registry.close()
+        if self.keeper is not None:
+            await self.keeper.close()
         await self._links.close()
 
 

@@ -1,8 +1,12 @@
 """What the switch scheduler can be told."""
 
-from pydantic import Field
+from pathlib import Path
+from typing import Self
+
+from pydantic import Field, model_validator
 
 from services.runtime.config import ServiceSettings, Strings, settings_config
+from services.runtime.journal import DURABILITY_HELP, Durability
 
 DEFAULT_LISTEN = "127.0.0.1:50053"
 
@@ -16,6 +20,15 @@ class SchedulerSettings(ServiceSettings):
         [DEFAULT_LISTEN],
         min_length=1,
         description="Where to listen: HOST:PORT, [IPV6]:PORT or unix:/PATH. Port 0 takes a free port and prints it.",
+    )
+    data_dir: Path | None = Field(
+        None,
+        description="Directory, on a local disk, for the runs, which then survive a restart with all that their "
+        "policies learned; without one nothing does.",
+    )
+    durability: Durability | None = Field(
+        None,
+        description=f"With a data directory, {DURABILITY_HELP}. Default: os with a data directory, else none.",
     )
     peer_timeout_s: float = Field(
         10.0, gt=0, le=3600, description="Seconds given to a buffer or engine controller for a call that moves nothing."
@@ -51,3 +64,16 @@ class SchedulerSettings(ServiceSettings):
     event_history: int = Field(
         100_000, ge=1000, le=10_000_000, description="Events kept per run for WatchRun; older ones are trimmed."
     )
+
+    @model_validator(mode="after")
+    def _durable(self) -> Self:
+        if self.data_dir is None and self.durability not in (None, Durability.NONE):
+            raise ValueError(f"durability: {self.durability} needs a data_dir")
+        return self
+
+    @property
+    def level(self) -> Durability:
+        """The durability that holds."""
+        if self.durability is not None:
+            return self.durability
+        return Durability.NONE if self.data_dir is None else Durability.OS

@@ -49,6 +49,11 @@ class Undertaking:
     lend_failure: str = ""
     checkpoint_id: str = ""
 
+    @property
+    def began(self) -> bool:
+        """Whether something was set in motion, or will be, whether or not the trainer asks again."""
+        return self.decided or self.wait_end is not None
+
     def is_of(self, key: CallKey, content: bytes) -> bool:
         """Whether it is that of this very call."""
         return (self.key, self.content) == (key, content)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -175,6 +175,14 @@ class World:
     buffer_host: ServiceHost
     engine_host: ServiceHost
     journal: list[str] = field(default_factory=list)
+    start: Callable[[str], Awaitable[ServiceHost]] | None = None
+
+    async def restart(self) -> None:
+        """Stop the scheduler in order, and start another one on its directory, under its address."""
+        target = self.host.target
+        await self.host.stop()
+        assert self.start is not None
+        self.host = await self.start(target)
 
     def open_request(self, config: pb.RunConfig | None = None, **changes: Any) -> pb.OpenRunRequest:
         values: dict[str, Any] = {
@@ -220,8 +228,13 @@ async def world(
     async with AsyncExitStack() as stack:
         buffer_host = await stack.enter_async_context(host_buffer(buffer))
         engine_host = await stack.enter_async_context(host_engine(engine))
-        host = await stack.enter_async_context(build(chosen, clock, create))
-        direct = [("grpc.enable_http_proxy", 0)]
+
+        async def start(listen: str) -> ServiceHost:
+            host = build(chosen.model_copy(update={"listen": [listen]}), clock, create)
+            return await stack.enter_async_context(host)
+
+        host = await start("127.0.0.1:0")
+        direct = [("grpc.enable_http_proxy", 0), ("grpc.initial_reconnect_backoff_ms", 20)]
         channel = await stack.enter_async_context(grpc.aio.insecure_channel(host.target, options=direct))
         stub: scheduler_pb2_grpc.SwitchSchedulerAsyncStub = scheduler_pb2_grpc.SwitchSchedulerStub(channel)
-        yield World(host, stub, buffer, engine, buffer_host, engine_host, journal)
+        yield World(host, stub, buffer, engine, buffer_host, engine_host, journal, start)

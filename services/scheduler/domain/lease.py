@@ -4,6 +4,8 @@ Invariants: every call with the present epoch renews it; while a call is parked 
 newer epoch and does nothing else.
 """
 
+import math
+
 
 class TrainerLease:
     """A lease of `duration_s` seconds, running from `now`."""
@@ -12,6 +14,10 @@ class TrainerLease:
         self.duration_s = duration_s
         self._renewed_at = now
         self._parked = 0
+
+    def lapse(self) -> None:
+        """It has run out."""
+        self._renewed_at = -math.inf
 
     def renew(self, now: float) -> None:
         """The trainer gave a sign of life."""

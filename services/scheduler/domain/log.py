@@ -6,7 +6,7 @@ always kept, older ones may be trimmed, and asking for a trimmed one is an error
 
 from collections.abc import Callable, Iterator
 
-from services.runtime.errors import out_of_range
+from services.runtime.errors import TurnoutError, out_of_range
 from services.scheduler.domain.events import Happening, RunEvent
 
 
@@ -18,6 +18,7 @@ class EventLog:
         self._events: list[RunEvent] = []
         self._first = 1
         self._listeners: list[Callable[[], None]] = []
+        self._ended: TurnoutError | None = None
 
     @property
     def first(self) -> int:
@@ -67,6 +68,8 @@ class EventLog:
 
         Raises OUT_OF_RANGE: EVENTS_TRIMMED if `start` is older than what is kept, EVENTS_AHEAD if it is above the next.
         """
+        if self._ended is not None:
+            raise self._ended
         if start > self.last + 1:
             raise out_of_range(
                 "EVENTS_AHEAD",
@@ -85,6 +88,12 @@ class EventLog:
             )
         begin = start - self._first
         return self._events[begin : begin + limit]
+
+    def end(self, error: TurnoutError) -> None:
+        """Nothing that this log holds is told any more; who reads it gets `error`."""
+        self._ended = error
+        for listener in tuple(self._listeners):
+            listener()
 
     def listen(self, listener: Callable[[], None]) -> Callable[[], None]:
         """Call `listener` after every event from now on; returns what ends that."""

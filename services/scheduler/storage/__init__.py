@@ -1,0 +1,1 @@
+"""What the scheduler keeps on disk, and how it goes on from that."""
