@@ -10,8 +10,10 @@ import pytest
 
 from services.runtime.errors import Code
 from services.runtime.host import StartError
+from services.scheduler.domain import events
 from services.scheduler.service import SchedulerService
 from services.scheduler.settings import SchedulerSettings
+from services.scheduler.storage import policy_image
 from tests.scheduler.world import World, error_of, run_config, world
 from turnout.buffer.v1 import buffer_pb2
 from turnout.scheduler.v1 import events_pb2
@@ -44,10 +46,10 @@ async def test_a_run_is_after_a_restart_what_it_was_before(tmp_path: Path) -> No
         trainer = await w.trainer()
         await w.buffer.set_depth(8)
         await trainer.step(1, wait=5.0)
-        before, events = await trainer.run(), await trainer.events()
+        before, told = await trainer.run(), await trainer.events()
         await w.restart()
         assert without_lease(await settled(w)) == without_lease(before)
-        assert (await trainer.events())[: len(events)] == events
+        assert (await trainer.events())[: len(told)] == told
         assert (await trainer.run()).lease.seconds > 30
 
 
@@ -144,8 +146,6 @@ def policy_of(w: World) -> Any:
 @pytest.mark.parametrize("compacted", [False, True])
 async def test_a_policy_knows_after_a_restart_what_it_knew(tmp_path: Path, policy: str, compacted: bool) -> None:
     """A policy that starts from nothing lends where it had learned not to, for as many steps as it takes to learn."""
-    from services.scheduler.storage import policy_image
-
     async with world(data_dir=tmp_path) as w:
         trainer = await w.trainer(run_config(policy=policy))
         await w.buffer.tell(
@@ -171,7 +171,8 @@ async def test_a_policy_knows_after_a_restart_what_it_knew(tmp_path: Path, polic
         await w.restart()
         restored = service_of(w).registry.get("run").run
         later = restored.log.read(seen + 1, 1000)
-        assert later == [] and policy_image.write(policy_of(w)) == before
+        assert later == []
+        assert policy_image.write(policy_of(w)) == before
 
 
 async def test_a_checkpoint_is_resumed_from_after_a_restart(tmp_path: Path) -> None:
@@ -185,8 +186,6 @@ async def test_a_checkpoint_is_resumed_from_after_a_restart(tmp_path: Path) -> N
         await w.restart()
         kept = service_of(w).registry.checkpoints.of("run")[saved.checkpoint_id]
         assert kept.step == 1
-        from services.scheduler.storage import policy_image
-
         assert policy_image.write(kept.knowledge) == policy_image.write(at_save.knowledge)
         w.buffer.runs["run"].current_step = 1
         resumed = await w.trainer(resume=pb.Resume(resume_step=1, checkpoint_id=saved.checkpoint_id), take_over=True)
@@ -228,8 +227,6 @@ async def test_a_watch_goes_on_behind_what_it_saw_and_says_what_is_gone(tmp_path
         trainer = await w.trainer()
         run = service_of(w).registry.get("run").run
         moment = service_of(w).registry.get("run").moment
-        from services.scheduler.domain import events
-
         for step in range(2600):
             run.record(events.ValidationBegan(step), moment)
         first, last = run.log.first, run.log.last
@@ -249,7 +246,7 @@ async def test_two_schedulers_on_one_directory_are_refused(tmp_path: Path) -> No
     """Two that lend the same GPUs would each be right by its own memory."""
     async with world(data_dir=tmp_path) as w:
         assert w.start is not None
-        with pytest.raises(StartError, match="JOURNAL_LOCKED|open in another"):
+        with pytest.raises(StartError, match="another"):
             await w.start("127.0.0.1:0")
         assert (await w.open()).epoch == 1
 
@@ -275,4 +272,4 @@ async def test_a_damaged_journal_stops_the_start(tmp_path: Path) -> None:
 def test_durability_without_a_directory_is_an_error() -> None:
     """It would promise what nothing keeps."""
     with pytest.raises(ValueError, match="data_dir"):
-        SchedulerSettings(durability="fsync")  # type: ignore[arg-type]
+        SchedulerSettings(durability="fsync")

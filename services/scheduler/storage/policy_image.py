@@ -4,9 +4,9 @@ Invariants: only values are stored (numbers, strings, containers, arrays, and ob
 the names of their fields), so reading makes no call but `object.__new__` of such a class; what is read back behaves as
 what was written; an image of classes whose code has changed since is refused, never half read.
 
-Form: {"modules": CRC-32 of the source of each module that classes come from, "value": the value}. Of values, null, true,
-false, numbers and strings are written as they are; anything else is a list that begins with its kind. An object that
-occurs twice is written once; ["=", n] is the n-th list, dict, set, deque, array or object that was begun.
+Form: {"modules": CRC-32 of the source of each module that classes come from, "value": the value}. Of values, null,
+true, false, numbers and strings are written as they are; anything else is a list that begins with its kind. An object
+that occurs twice is written once; ["=", n] is the n-th list, dict, set, deque, array or object that was begun.
 """
 
 from __future__ import annotations

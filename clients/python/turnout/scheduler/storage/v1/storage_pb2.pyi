@@ -218,13 +218,11 @@ class Undertaking(google.protobuf.message.Message):
     REQUEST_FIELD_NUMBER: builtins.int
     DECIDED_FIELD_NUMBER: builtins.int
     DECISION_FIELD_NUMBER: builtins.int
-    RECHECK_AT_FIELD_NUMBER: builtins.int
     SAMPLEABLE_FIELD_NUMBER: builtins.int
     METRICS_FIELD_NUMBER: builtins.int
     WAIT_END_FIELD_NUMBER: builtins.int
     LEND_ID_FIELD_NUMBER: builtins.int
     LEND_FAILURE_FIELD_NUMBER: builtins.int
-    RECLAIM_SECONDS_FIELD_NUMBER: builtins.int
     CHECKPOINT_ID_FIELD_NUMBER: builtins.int
     content: builtins.bytes
     """Stands for all that the call said."""
@@ -232,16 +230,12 @@ class Undertaking(google.protobuf.message.Message):
     """The request."""
     decided: builtins.bool
     """What the call makes happen was recorded, and the policy asked."""
-    recheck_at: builtins.float
-    """When it wants to be asked again, seconds of the run's clock."""
     sampleable: builtins.int
     """Sampleable groups that were counted."""
     lend_id: builtins.str
     """Lend that it decided on, empty if none."""
     lend_failure: builtins.str
     """Why that lend came to nothing, empty if it did not."""
-    reclaim_seconds: builtins.float
-    """Seconds of the reclaim that it brought about."""
     checkpoint_id: builtins.str
     """Checkpoint that it asked the buffer for."""
     @property
@@ -268,21 +262,15 @@ class Undertaking(google.protobuf.message.Message):
         request: builtins.bytes = ...,
         decided: builtins.bool = ...,
         decision: turnout.scheduler.v1.scheduler_pb2.Decision | None = ...,
-        recheck_at: builtins.float | None = ...,
         sampleable: builtins.int = ...,
         metrics: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
         wait_end: Global___WaitEnd | None = ...,
         lend_id: builtins.str = ...,
         lend_failure: builtins.str = ...,
-        reclaim_seconds: builtins.float | None = ...,
         checkpoint_id: builtins.str = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_recheck_at", b"_recheck_at", "_reclaim_seconds", b"_reclaim_seconds", "decision", b"decision", "key", b"key", "recheck_at", b"recheck_at", "reclaim_seconds", b"reclaim_seconds", "wait_end", b"wait_end"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_recheck_at", b"_recheck_at", "_reclaim_seconds", b"_reclaim_seconds", "checkpoint_id", b"checkpoint_id", "content", b"content", "decided", b"decided", "decision", b"decision", "key", b"key", "lend_failure", b"lend_failure", "lend_id", b"lend_id", "metrics", b"metrics", "recheck_at", b"recheck_at", "reclaim_seconds", b"reclaim_seconds", "request", b"request", "sampleable", b"sampleable", "wait_end", b"wait_end"]) -> None: ...
-    @typing.overload
-    def WhichOneof(self, oneof_group: typing.Literal["_recheck_at", b"_recheck_at"]) -> typing.Literal["recheck_at"] | None: ...
-    @typing.overload
-    def WhichOneof(self, oneof_group: typing.Literal["_reclaim_seconds", b"_reclaim_seconds"]) -> typing.Literal["reclaim_seconds"] | None: ...
+    def HasField(self, field_name: typing.Literal["decision", b"decision", "key", b"key", "wait_end", b"wait_end"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["checkpoint_id", b"checkpoint_id", "content", b"content", "decided", b"decided", "decision", b"decision", "key", b"key", "lend_failure", b"lend_failure", "lend_id", b"lend_id", "metrics", b"metrics", "request", b"request", "sampleable", b"sampleable", "wait_end", b"wait_end"]) -> None: ...
 
 Global___Undertaking: typing_extensions.TypeAlias = Undertaking
 
