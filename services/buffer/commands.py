@@ -78,12 +78,21 @@ def fail_group(run: Run, request: pb.FailGroupRequest, at: Moment) -> pb.FailGro
 
 
 def evict_groups(run: Run, request: pb.EvictGroupsRequest, at: Moment) -> pb.EvictGroupsResponse:
-    """Remove groups on the caller's order."""
+    """Remove groups on the caller's order; those of a partition that does not exist are missing, like any other."""
     for position, group_id in enumerate(request.group_ids):
         require_id(f"group_ids[{position}]", group_id)
-    partition = run.partition(request.partition)
+    partition = run.partitions.get(request.partition)
+    if partition is None:
+        return pb.EvictGroupsResponse(missing=len(set(request.group_ids)))
     counts = run.evict_groups(partition, request.group_ids, refill=request.refill, at=at)
     return pb.EvictGroupsResponse(evicted=counts.evicted, missing=counts.missing, sampled=counts.sampled)
+
+
+def set_intake(run: Run, request: pb.SetIntakeRequest) -> pb.SetIntakeResponse:
+    """Pause or resume the intake of a partition."""
+    partition = run.partition(request.partition)
+    before, partition.intake_paused = partition.intake_paused, request.paused
+    return pb.SetIntakeResponse(was_paused=before)
 
 
 def decline_refill(run: Run, request: pb.DeclineRefillRequest) -> pb.DeclineRefillResponse:

@@ -9,13 +9,14 @@ from collections import OrderedDict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from services.buffer.domain.caps import cap_reached
 from services.buffer.domain.depth import Counts
 from services.buffer.domain.events import GroupEvent
 from services.buffer.domain.partition import Partition
 from services.buffer.domain.refill import RefillClaim
 from services.buffer.domain.run import Run
 from services.buffer.domain.waits import Wait, WaitEnd
-from services.runtime.errors import TurnoutError, resource_exhausted
+from services.runtime.errors import TurnoutError
 from services.runtime.journal import Durable
 from services.runtime.waits import Wake
 
@@ -104,7 +105,15 @@ class RunParking:
         cap = self.run.state.config.caps.max_parked_waits
         if self._parked >= cap:
             message = f"{self._parked} calls are parked on the run, which is its cap"
-            raise resource_exhausted("CAP_PARKED_WAITS", message, field="run_id", value=self.run.run_id, cap=cap)
+            raise cap_reached(
+                "max_parked_waits",
+                "CAP_PARKED_WAITS",
+                message,
+                field="run_id",
+                value=self.run.run_id,
+                limit=cap,
+                present=self._parked,
+            )
         self._parked += 1
         try:
             yield

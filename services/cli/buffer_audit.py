@@ -6,11 +6,13 @@ Invariants: it refuses a directory that a service has open; exit code 0 says tha
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
 
+from services.buffer.domain.dropped import DroppedPrompt
 from services.buffer.storage.audit import PartitionAudit, audit
 from services.cli.examples import with_examples
 from services.cli.failures import CommandFailed
@@ -55,6 +57,8 @@ def buffer_audit(data_dir: Path, as_json: bool) -> None:
         click.echo(f"{found.position} records" + (f", {found.lost} lost to a stop of the machine" * bool(found.lost)))
         for partition in found.partitions:
             click.echo(_line(partition))
+            for prompt in partition.dropped:
+                click.echo(f"  {_dropped_line(prompt)}")
     if not found.balanced:
         raise CommandFailed("the ledger does not balance")
 
@@ -83,7 +87,17 @@ def _to_dict(found: PartitionAudit) -> dict[str, Any]:
             "cancelled": ledger.credits_cancelled,
         },
         "balanced": ledger.balanced,
+        "dropped_prompts": [asdict(prompt) for prompt in found.dropped],
     }
+
+
+def _dropped_line(prompt: DroppedPrompt) -> str:
+    times = f"{prompt.least} times" if not prompt.overcount else f"{prompt.least} to {prompt.dropped} times"
+    return (
+        f"{prompt.prompt_id}: dropped {times} and not trained on since ({prompt.stale} stale, {prompt.failed} failed); "
+        f"last as {prompt.group_id}, born at step {prompt.born}, dropped at step {prompt.step}, longest trajectory "
+        f"{prompt.length}, attempt {prompt.attempt}"
+    )
 
 
 def _line(found: PartitionAudit) -> str:

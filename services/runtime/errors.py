@@ -40,8 +40,11 @@ class Code(IntEnum):
 class TurnoutError(Exception):
     """An error with a canonical code.
 
-    `metadata` names the offending fields and values; the values are turned into text.
+    `metadata` names the offending fields and values; the values are turned into text. `retry_after`: wall seconds after
+    which the same call may succeed, if that is known.
     """
+
+    retry_after: float | None = None
 
     def __init__(self, code: Code, reason: str, message: str, metadata: Mapping[str, object] | None = None) -> None:
         super().__init__(message)

@@ -1,12 +1,14 @@
 """Domain errors as gRPC statuses: the one shared mapping.
 
-Invariants: a status carries exactly one google.rpc.ErrorInfo of the domain `turnout`; its message has at most
+Invariants: a status carries exactly one google.rpc.ErrorInfo of the domain `turnout`, and a google.rpc.RetryInfo if it
+is known when to come back; its message has at most
 `MAX_MESSAGE_BYTES`, and everything that leaves as trailers at most `MAX_TRAILERS_BYTES` as it is encoded on the wire;
 text is cut on character boundaries.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, NoReturn
@@ -94,8 +96,17 @@ def from_rpc_error(error: grpc.RpcError) -> TurnoutError:
             status = status_pb2.Status.FromString(value)
             info = error_details_pb2.ErrorInfo()
             if any(detail.Unpack(info) for detail in status.details):
-                return TurnoutError(code, info.reason, message, dict(info.metadata))
+                known = TurnoutError(code, info.reason, message, dict(info.metadata))
+                known.retry_after = _retry_after(status)
+                return known
     return TurnoutError(code, code.name, message)
+
+
+def _retry_after(status: status_pb2.Status) -> float | None:
+    retry = error_details_pb2.RetryInfo()
+    if not any(detail.Unpack(retry) for detail in status.details):
+        return None
+    return float(retry.retry_delay.ToNanoseconds()) / 1e9
 
 
 def _metadata(metadata: Mapping[str, str]) -> dict[str, str]:
@@ -107,7 +118,13 @@ def _status(error: TurnoutError, message: str, metadata: Mapping[str, str]) -> s
     info = error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=metadata)
     detail = any_pb2.Any()
     detail.Pack(info)
-    return status_pb2.Status(code=int(error.code), message=message, details=[detail])
+    status = status_pb2.Status(code=int(error.code), message=message, details=[detail])
+    if error.retry_after is not None:
+        retry = error_details_pb2.RetryInfo()
+        # Rounded up: who comes back too early is refused again.
+        retry.retry_delay.FromMilliseconds(math.ceil(error.retry_after * 1000))
+        status.details.add().Pack(retry)
+    return status
 
 
 def _wire_size(status: status_pb2.Status) -> int:

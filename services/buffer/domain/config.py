@@ -3,10 +3,12 @@
 Invariant: a RunConfig that passed `validate` holds only values the rest of the domain can use without another check.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from enum import Enum
 
+from services.buffer.domain.caps import Caps
 from services.runtime.errors import TurnoutError, failed_precondition, invalid_argument, require_id
 
 # Bounds the work one claim or one result can cause; far above any n in use.
@@ -56,15 +58,6 @@ class Staleness:
 
 
 @dataclass(frozen=True, slots=True)
-class Caps:
-    """Bounds on what a run may hold: groups, bytes by declared size, parked calls."""
-
-    max_groups: int = 1_000_000
-    max_bytes: int = 1 << 40
-    max_parked_waits: int = 10_000
-
-
-@dataclass(frozen=True, slots=True)
 class LeaseTimes:
     """Lives of claims, sample leases and unnamed uploads, in domain seconds."""
 
@@ -100,6 +93,9 @@ class RunConfig:
         for name, value in self._counts():
             if value is not None and value < 1:
                 raise _out_of_range(f"config.{name}", value, "at least 1")
+        rate = self.caps.max_request_rate
+        if rate is not None and not 0 < rate < math.inf:
+            raise _out_of_range("config.caps.max_request_rate", rate, "finite and above 0")
         if self.staleness.strategy is Strategy.GATE and self.train_batch_size is None:
             raise invalid_argument(
                 "config.train_batch_size", "the GATE strategy needs train_batch_size", reason="REQUIRED"

@@ -45,5 +45,6 @@ class Depth:
     hold: Hold | None
     unpaid_credits: int
     supply_ended: bool
+    intake_paused: bool
     oldest_running_group_id: str
     oldest_running_for: float

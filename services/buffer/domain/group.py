@@ -66,6 +66,10 @@ class Group:
     placed: tuple[tuple[int, int, Payload], ...] = ()
     small_bytes: int = 0
     odd: Mapping[int, Trajectory] = field(default_factory=lambda: NO_ODD)
+    # What prompt it is, if that is not its id.
+    prompt_id: str = ""
+    # Length of the longest trajectory that finished, whatever became of the group.
+    longest: int = 0
     _partials: int = 0
     # Trajectories below this one have been claimed or settled before; saves a list of fresh ones per group.
     _fresh: int = 0
@@ -147,6 +151,7 @@ class Group:
         trajectory.state = TrajectoryState.FINISHED
         trajectory.outputs = outputs
         trajectory.error = ""
+        self.longest = max(self.longest, outputs.length)
         self.finished += 1
         self.state = GroupState.RUNNING
 

@@ -9,8 +9,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from services.buffer.domain.arrivals import Arrivals
+from services.buffer.domain.caps import cap_reached
 from services.buffer.domain.config import PartitionConfig, PartitionKind, Staleness, check_group_size
 from services.buffer.domain.depth import Depth
+from services.buffer.domain.dropped import DroppedPrompts
 from services.buffer.domain.events import GroupEventKind
 from services.buffer.domain.evictions import EvictionLog, EvictionReason
 from services.buffer.domain.group import Group, GroupState
@@ -23,7 +25,7 @@ from services.buffer.domain.staleness import oldest_kept, span
 from services.buffer.domain.state import RunState
 from services.buffer.domain.trajectory import Trajectory, TrajectoryState
 from services.buffer.domain.waits import WaitBook
-from services.runtime.errors import already_exists, invalid_argument, not_found, require_id, resource_exhausted
+from services.runtime.errors import already_exists, invalid_argument, not_found, require_id
 
 # One message of prompts by reference; more go in several calls, so that no call stops the others for long.
 MAX_GROUPS_PER_CALL = 100_000
@@ -33,12 +35,13 @@ MAX_TRAJECTORIES_PER_CALL = 131_072
 
 @dataclass(frozen=True, slots=True)
 class GroupSpec:
-    """A prompt to add; `group_size` None is the partition's default."""
+    """A prompt to add; `group_size` None is the partition's default, `prompt_id` empty is the group's id."""
 
     group_id: str
     group_size: int | None = None
     prompt: Payload | InlinePayload | None = None
     tags: Mapping[str, str] = field(default_factory=lambda: NOTHING)
+    prompt_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +66,10 @@ class Partition:
         self.index = GroupIndex(training=self.training)
         self.refill = RefillBook()
         self.evictions = EvictionLog()
+        self.dropped = DroppedPrompts()
         self.waits = WaitBook()
         self.supply_ended = False
+        self.intake_paused = False
         self.added = 0
         self.committed = 0
 
@@ -98,6 +103,8 @@ class Partition:
         for position, spec in enumerate(specs):
             where = f"groups[{position}]"
             require_id(f"{where}.group_id", spec.group_id)
+            if spec.prompt_id:
+                require_id(f"{where}.prompt_id", spec.prompt_id)
             if spec.group_size is not None:
                 check_group_size(f"{where}.group_size", spec.group_size)
             if spec.prompt is not None:
@@ -115,7 +122,15 @@ class Partition:
             message = (
                 f"{self.state.groups} groups are present, {len(specs)} more would pass the cap of {caps.max_groups}"
             )
-            raise resource_exhausted("CAP_GROUPS", message, field="groups", value=len(specs), cap=caps.max_groups)
+            raise cap_reached(
+                "max_groups",
+                "CAP_GROUPS",
+                message,
+                field="groups",
+                value=len(specs),
+                limit=caps.max_groups,
+                present=self.state.groups,
+            )
         if size:
             self.state.payloads.check_room(size, caps.max_bytes, "groups")
 
@@ -132,6 +147,7 @@ class Partition:
                 at.wall,
                 prompt=None if spec.prompt is None else state.payloads.keep(spec.prompt),
                 tags=spec.tags,
+                prompt_id=spec.prompt_id,
             )
             self.groups[spec.group_id] = group
             self.arrivals.add(group)
@@ -177,6 +193,8 @@ class Partition:
         """Sampled groups are consumed; their payloads stay until the lease lets them go."""
         for group in groups:
             self._remove(group, GroupState.COMMITTED)
+            if self.dropped:
+                self.dropped.forget(group.prompt_id or group.group_id)
             self.committed += 1
             self.log(GroupEventKind.COMMITTED, group, at)
 
@@ -235,7 +253,20 @@ class Partition:
         self._remove(group, GroupState.EVICTED)
         self.state.payloads.drop(group.payloads(), group.small())
         self.evictions.record(reasons, span(step, group.born))
+        if EvictionReason.STALE in reasons or EvictionReason.FAILED in reasons:
+            self._note_dropped(group, step, reasons)
         self.log(GroupEventKind.EVICTED, group, at, reasons=reasons)
+
+    def _note_dropped(self, group: Group, step: int, reasons: tuple[EvictionReason, ...]) -> None:
+        self.dropped.drop(
+            group.prompt_id or group.group_id,
+            reasons,
+            group.group_id,
+            born=group.born,
+            step=step,
+            length=group.longest,
+            attempt=max(trajectory.attempt for trajectory in group.trajectories),
+        )
 
     # --------------------------------------------------------------------------------------------------------- reading
 
@@ -249,6 +280,7 @@ class Partition:
             hold=self.index.hold(step, self.staleness),
             unpaid_credits=self.refill.unpaid,
             supply_ended=self.supply_ended,
+            intake_paused=self.intake_paused,
             oldest_running_group_id="" if oldest is None else oldest.group_id,
             oldest_running_for=0.0 if oldest is None else max(0.0, now - oldest.started_at),
         )

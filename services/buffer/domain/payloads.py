@@ -13,11 +13,12 @@ from typing import Protocol
 
 from google_crc32c import extend
 
+from services.buffer.domain.caps import cap_reached
 from services.buffer.domain.deadlines import Deadlines
 from services.buffer.domain.external import ExternalBook, Key
 from services.buffer.domain.ids import Ids
 from services.buffer.domain.outputs import InlinePayload, Outputs, Payload
-from services.runtime.errors import TurnoutError, invalid_argument, not_found, require_id, resource_exhausted
+from services.runtime.errors import TurnoutError, invalid_argument, not_found, require_id
 
 # Larger payloads go through PutPayload: many inline ones travel in one message, whose size is bounded.
 MAX_INLINE_BYTES = 256 * 1024
@@ -175,13 +176,14 @@ class PayloadBook:
     def check_room(self, size: int, limit: int, field: str) -> None:
         """Raise RESOURCE_EXHAUSTED / CAP_BYTES if `size` more bytes would pass `limit`."""
         if self.held + size > limit:
-            raise resource_exhausted(
+            raise cap_reached(
+                "max_bytes",
                 "CAP_BYTES",
                 f"{self.held} bytes are held, {size} more would pass the cap of {limit}",
                 field=field,
-                held=self.held,
                 value=size,
-                cap=limit,
+                limit=limit,
+                present=self.held,
             )
 
     def uploaded(self, payload_id: str, size: int, crc32c: int, until: float) -> Payload:

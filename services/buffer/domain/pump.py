@@ -38,7 +38,7 @@ def pump(partition: Partition, at: Moment) -> Pumped:
         if partition.evict_due(step, at):
             pumped.evicted_at = step
         trainer = next(iter(partition.waits.trainers.values()))
-        if not partition.supply_ended:
+        if not partition.supply_ended and not partition.intake_paused:
             pumped.made_claim = partition.refill.free > 0
             shown = partition.refill.show(trainer.order, partition.state.ids)
             pumped.refills = [(trainer, claim) for claim in shown]
@@ -166,4 +166,6 @@ def _explain(depth: Depth, target: int, evictions: EvictionSummary) -> str:
         parts.append(f"{depth.unpaid_credits} refill prompts are owed")
     if depth.supply_ended:
         parts.append("no more prompts will come")
+    if depth.intake_paused:
+        parts.append("intake is paused")
     return "; ".join(parts)

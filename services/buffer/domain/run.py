@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from services.buffer.domain import pump as pumping
 from services.buffer.domain import results
+from services.buffer.domain.caps import cap_reached
 from services.buffer.domain.claims import ClaimToken
 from services.buffer.domain.config import RunConfig
 from services.buffer.domain.external import ExternalBook
@@ -23,6 +24,7 @@ from services.buffer.domain.moment import Moment
 from services.buffer.domain.partition import EvictionCounts, GroupSpec, Partition
 from services.buffer.domain.payloads import PayloadBook, PayloadStore
 from services.buffer.domain.pump import Pumped
+from services.buffer.domain.rate import RequestRate
 from services.buffer.domain.state import RunState
 from services.buffer.domain.waits import Wait, WaitEnd, WaitOutcome
 from services.runtime.errors import (
@@ -85,6 +87,7 @@ class Run:
         self.created_at = at.wall
         ids = Ids(id_prefix)
         self.state = RunState(config, ids, PayloadBook(store, ids, external), contact_at=at.now)
+        self.requests = RequestRate()
         self.partitions = {spec.name: Partition(spec, self.state) for spec in config.partitions}
 
     def partition(self, name: str) -> Partition:
@@ -99,6 +102,24 @@ class Run:
                 run_id=self.run_id,
             )
         return partition
+
+    def check_rate(self, now: float) -> None:
+        """Count a request at `now`, in monotonic wall seconds. Raises RESOURCE_EXHAUSTED / CAP_REQUEST_RATE."""
+        rate = self.state.config.caps.max_request_rate
+        if rate is None:
+            return
+        wait = self.requests.ask(rate, now)
+        if wait:
+            asked = self.requests.asked
+            raise cap_reached(
+                "max_request_rate",
+                "CAP_REQUEST_RATE",
+                f"{asked} requests came in this second, the cap is {rate:g} per second: come back in {wait:.3f} s",
+                limit=rate,
+                present=asked,
+                retry_after=wait,
+                run_id=self.run_id,
+            )
 
     # ----------------------------------------------------------------------------------------------------- the trainer
 
@@ -165,6 +186,10 @@ class Run:
     ) -> int:
         """Add all groups or none; returns what the refill claim still asks for."""
         check_step(step)
+        if partition.intake_paused:
+            raise failed_precondition(
+                "INTAKE_PAUSED", "intake of the partition is paused", field="partition", value=partition.name
+            )
         partition.check_add(specs)
         if refill_claim_id is not None:
             partition.refill.check_payment(refill_claim_id, len(specs))

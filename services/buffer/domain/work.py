@@ -1,8 +1,8 @@
 """Work: how pending trajectories get into workers' hands.
 
 Invariants: the oldest group by (born step, arrival) goes first; a GATE keeps unstarted groups back while it is closed
-and never those already started; under WAIT a group that nobody started and that is too old is born again as it is
-claimed.
+and never those already started; while intake is paused nothing is handed out; under WAIT a group that nobody started
+and that is too old is born again as it is claimed.
 """
 
 from services.buffer.domain.claims import Claim, ClaimToken
@@ -22,6 +22,8 @@ def gate_open(partition: Partition) -> bool:
 
 def next_group(partition: Partition) -> Group | None:
     """The group that the next claim would be on, if there is one."""
+    if partition.intake_paused:
+        return None
     return partition.index.next_work(unstarted=gate_open(partition))
 
 

@@ -50,6 +50,14 @@ class BufferCalls:
         run = self.run(run_id)
         return run, run.partition(require_id("partition", partition))
 
+    def asked(self, run: Run) -> None:
+        """Count a request against the run's cap; not for calls that settle, renew, free or pay anything.
+
+        Raises RESOURCE_EXHAUSTED / CAP_REQUEST_RATE.
+        """
+        if run.state.config.caps.max_request_rate is not None:
+            run.check_rate(self.desk.clock.now() * self.desk.clock.scale)
+
     def wall(self, domain_seconds: float) -> float:
         """Domain seconds as wall seconds, for the time left of a lease."""
         return domain_seconds * self.desk.clock.scale

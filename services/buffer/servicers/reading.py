@@ -4,12 +4,13 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 
 from services.buffer.domain.depth import Depth
+from services.buffer.domain.dropped import CAPACITY
 from services.buffer.domain.group import GroupState
 from services.buffer.domain.run import check_step
 from services.buffer.servicers.base import BufferCalls, Context
 from services.buffer.wire.groups import event_to, group_to
 from services.buffer.wire.scalars import enum_of
-from services.buffer.wire.waits import depth_to, ledger_to
+from services.buffer.wire.waits import depth_to, dropped_to, ledger_to
 from services.runtime.errors import invalid_argument, out_of_range, require_id
 from services.runtime.waits import MAX_WAIT_S, deadline_after, duration_seconds, park
 from turnout.buffer.v1 import buffer_pb2 as pb
@@ -30,6 +31,7 @@ class ReadingCalls(BufferCalls):
     ) -> pb.GetSampleableCountResponse:
         """Read the depth."""
         run, partition = self.place(request.run_id, request.partition)
+        self.asked(run)
         step = request.step if request.HasField("step") else run.state.step
         check_step(step)
         response = pb.GetSampleableCountResponse(depth=depth_to(partition.depth(step, self.desk.clock.now())))
@@ -39,6 +41,7 @@ class ReadingCalls(BufferCalls):
     async def WatchDepth(self, request: pb.WatchDepthRequest, context: Context) -> AsyncIterator[pb.WatchDepthResponse]:
         """Stream the depth after every change that the reader keeps up with."""
         run, partition = self.place(request.run_id, request.partition)
+        self.asked(run)
         if request.HasField("step"):
             check_step(request.step)
         interval = duration_seconds(request.min_interval, "min_interval")
@@ -66,6 +69,7 @@ class ReadingCalls(BufferCalls):
     ) -> AsyncIterator[pb.WatchGroupsResponse]:
         """Replay what is kept of the group events, then follow."""
         run = self.run(request.run_id)
+        self.asked(run)
         events = run.state.events
         sequence = request.from_sequence if request.HasField("from_sequence") else events.next_sequence
         if sequence < 0:
@@ -97,7 +101,8 @@ class ReadingCalls(BufferCalls):
 
     async def GetGroup(self, request: pb.GetGroupRequest, context: Context) -> pb.GetGroupResponse:
         """Read one group."""
-        _, partition = self.place(request.run_id, request.partition)
+        run, partition = self.place(request.run_id, request.partition)
+        self.asked(run)
         group = partition.require(require_id("group_id", request.group_id))
         response = pb.GetGroupResponse(group=group_to(partition, group))
         await self.desk.durable()
@@ -106,6 +111,7 @@ class ReadingCalls(BufferCalls):
     async def ListGroups(self, request: pb.ListGroupsRequest, context: Context) -> pb.ListGroupsResponse:
         """Page through the groups in order of arrival."""
         run, partition = self.place(request.run_id, request.partition)
+        self.asked(run)
         limit = request.page_size if request.HasField("page_size") else DEFAULT_PAGE
         if not 1 <= limit <= MAX_PAGE:
             message = f"page_size must be 1 to {MAX_PAGE}, it is {limit}"
@@ -135,9 +141,22 @@ class ReadingCalls(BufferCalls):
     async def GetLedger(self, request: pb.GetLedgerRequest, context: Context) -> pb.GetLedgerResponse:
         """Account for every group ever added."""
         run = self.run(request.run_id)
-        ledger = run.partition(request.partition).ledger() if request.partition else run.ledger()
+        self.asked(run)
+        limit = request.max_dropped_prompts
+        if not 0 <= limit <= CAPACITY:
+            message = f"max_dropped_prompts must be 0 to {CAPACITY}, it is {limit}"
+            raise invalid_argument("max_dropped_prompts", message, value=limit, reason="OUT_OF_RANGE")
+        response = ledger_to(run.partition(request.partition).ledger() if request.partition else run.ledger())
+        dropped = [
+            (prompt, name)
+            for name, partition in run.partitions.items()
+            if limit and name == (request.partition or name)
+            for prompt in partition.dropped.worst(limit)
+        ]
+        dropped.sort(key=lambda found: (-found[0].least, -found[0].dropped))
+        response.dropped_prompts.extend([dropped_to(name, prompt) for prompt, name in dropped[:limit]])
         await self.desk.durable()
-        return ledger_to(ledger)
+        return response
 
 
 def _page_after(token: str) -> int:

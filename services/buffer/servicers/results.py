@@ -143,6 +143,7 @@ class ResultCalls(BufferCalls):
     async def ReportProgress(self, request: pb.ReportProgressRequest, context: Context) -> pb.ReportProgressResponse:
         """Note how far running trajectories are."""
         run, partition = self.place(request.run_id, request.partition)
+        self.asked(run)
         at = self.desk.moment()
         events: list[GroupEvent] = []
 

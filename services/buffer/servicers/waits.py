@@ -46,6 +46,7 @@ class WaitCalls(BufferCalls):
     ) -> AsyncIterator[pb.WaitForSampleableResponse]:
         """Wait until enough groups are sampleable."""
         run, partition = self.place(request.run_id, request.partition)
+        self.asked(run)
         epoch = optional_epoch(request)
         # Without an epoch the wait only watches, unless nobody ever opened one.
         trainer = epoch is not None or not run.state.epoch
@@ -71,6 +72,7 @@ class WaitCalls(BufferCalls):
     async def Sample(self, request: pb.SampleRequest, context: Context) -> AsyncIterator[pb.SampleResponse]:
         """Wait for a batch, then lease it."""
         run, partition = self.place(request.run_id, request.partition)
+        self.asked(run)
         run.check_epoch(optional_epoch(request))
         if request.request_id:
             require_id("request_id", request.request_id)

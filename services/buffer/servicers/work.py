@@ -27,12 +27,13 @@ class _NoWork(Exception):
 
 
 class WorkCalls(BufferCalls):
-    """AddGroups, ClaimGroups, RenewClaims, DeclineRefill, EvictGroups."""
+    """AddGroups, ClaimGroups, SetIntake, RenewClaims, DeclineRefill, EvictGroups."""
 
     async def AddGroups(self, request: pb.AddGroupsRequest, context: Context) -> pb.AddGroupsResponse:
         """Admit prompts, all or none."""
         await self.admit()
         run, partition = self.place(request.run_id, request.partition)
+        self.asked(run)
         run.check_epoch(optional_epoch(request))
         step = required_step(request)
 
@@ -51,6 +52,7 @@ class WorkCalls(BufferCalls):
     async def ClaimGroups(self, request: pb.ClaimGroupsRequest, context: Context) -> pb.ClaimGroupsResponse:
         """Hand pending trajectories to a worker, waiting for some."""
         run, partition = self.place(request.run_id, request.partition)
+        self.asked(run)
         require_id("worker_id", request.worker_id)
         limit = request.max_trajectories if request.HasField("max_trajectories") else 1
         if not 1 <= limit <= MAX_GROUP_SIZE:
@@ -160,6 +162,24 @@ class WorkCalls(BufferCalls):
                 messages.append(claim_to(claim, self.wall(until - now), lambda payload: prompts[payload.id]))
         return messages
 
+    async def SetIntake(self, request: pb.SetIntakeRequest, context: Context) -> pb.SetIntakeResponse:
+        """Pause or resume the intake of a partition."""
+        run, partition = self.place(request.run_id, request.partition)
+        run.check_epoch(optional_epoch(request))
+        if not request.HasField("paused"):
+            raise invalid_argument("paused", "paused is required", reason="REQUIRED")
+
+        def execute(record: st.Record) -> pb.SetIntakeResponse:
+            answer = commands.set_intake(run, request)
+            if answer.was_paused != request.paused or record.request_id:
+                record.set_intake = request.SerializeToString()
+                self.desk.record(run, record, self.desk.moment())
+            self.desk.contact(run)
+            self.desk.changed(run, partition)
+            return answer
+
+        return await self.once(request.run_id, "SetIntake", request, request.request_id, execute)
+
     async def RenewClaims(self, request: pb.RenewClaimsRequest, context: Context) -> pb.RenewClaimsResponse:
         """Extend the leases of claims."""
         run = self.run(request.run_id)
@@ -183,7 +203,8 @@ class WorkCalls(BufferCalls):
 
     async def EvictGroups(self, request: pb.EvictGroupsRequest, context: Context) -> pb.EvictGroupsResponse:
         """Remove groups on the caller's order."""
-        run, partition = self.place(request.run_id, request.partition)
+        run = self.run(request.run_id)
+        partition = run.partitions.get(require_id("partition", request.partition))
         run.check_epoch(optional_epoch(request))
 
         def execute(record: st.Record) -> pb.EvictGroupsResponse:
@@ -193,7 +214,8 @@ class WorkCalls(BufferCalls):
                 record.evict_groups = request.SerializeToString()
                 self.desk.record(run, record, at)
             self.desk.contact(run)
-            self.desk.changed(run, partition)
+            if partition is not None:
+                self.desk.changed(run, partition)
             return answer
 
         return await self.once(request.run_id, "EvictGroups", request, request.request_id, execute)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from services.buffer.domain.dropped import DroppedPrompt
 from services.buffer.domain.ledger import Ledger
 from services.buffer.domain.payloads import MemoryPayloadStore
 from services.buffer.storage.keeper import SCHEMA
@@ -16,16 +17,20 @@ from services.runtime.errors import not_found
 from services.runtime.journal import open_journal
 from services.runtime.journal.files import JournalFiles
 
+# A page on a terminal; GetLedger lists them all.
+MOST_DROPPED = 20
+
 
 @dataclass(frozen=True, slots=True)
 class PartitionAudit:
-    """One partition; `step` and `epoch` are those of its run."""
+    """One partition; `step` and `epoch` are those of its run, `dropped` the prompts dropped most."""
 
     run_id: str
     partition: str
     epoch: int
     step: int
     ledger: Ledger
+    dropped: list[DroppedPrompt]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +57,14 @@ async def audit(data_dir: Path) -> Audit:
         # Bytes that came inline pass through; which bytes are there is not what a ledger tells.
         memory = await load(journal, MemoryPayloadStore())
         partitions = [
-            PartitionAudit(run.run_id, name, run.state.epoch, run.state.step, partition.ledger())
+            PartitionAudit(
+                run.run_id,
+                name,
+                run.state.epoch,
+                run.state.step,
+                partition.ledger(),
+                partition.dropped.worst(MOST_DROPPED),
+            )
             for run in memory.runs
             for name, partition in run.partitions.items()
         ]

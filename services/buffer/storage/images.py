@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 
+from services.buffer.domain.dropped import DroppedPrompt
 from services.buffer.domain.events import GroupEvent, GroupEventKind
 from services.buffer.domain.evictions import EvictionReason, EvictionSummary
 from services.buffer.domain.group import NO_ODD, Group, GroupState
@@ -18,7 +19,7 @@ from services.buffer.domain.trajectory import Trajectory, TrajectoryState
 from services.buffer.wire.outputs import kept_outputs, payload_to, ref_from, tags_from
 from services.buffer.wire.scalars import int64
 from services.buffer.wire.scalars import members as by_number
-from services.buffer.wire.waits import reasons_to
+from services.buffer.wire.waits import dropped_to, reasons_to
 from turnout.buffer.storage.v1 import storage_pb2 as st
 from turnout.buffer.v1 import buffer_pb2 as pb
 
@@ -32,6 +33,7 @@ _STATE_NUMBERS = {state: pb.GroupState.ValueType(state.value) for state in _SHOW
 def write_group(image: st.GroupImage, group: Group) -> None:
     """Fill an image with a group as it is."""
     write_prompt(image, group)
+    image.longest = int64(group.longest)
     image.started_at = group.started_at
     state = _STATE_NUMBERS.get(group.state)
     if state is not None:
@@ -67,6 +69,7 @@ def write_prompt(image: st.GroupImage, group: Group) -> None:
     image.size = group.size
     if group.tags:
         image.tags.update(group.tags)
+    image.prompt_id = group.prompt_id
     if group.prompt is not None:
         image.prompt.CopyFrom(payload_to(group.prompt))
         image.prompt_inline = group.prompt.inline
@@ -124,6 +127,8 @@ def read_group(image: st.GroupImage) -> Group:
         placed=tuple([(placed.index, placed.position, _read_payload(placed.payload)) for placed in image.placed]),
         small_bytes=image.small_bytes,
         odd=odd,
+        prompt_id=image.prompt_id,
+        longest=image.longest,
     )
     group.put_back(image.reissued)
     return group
@@ -212,6 +217,7 @@ def write_partition(image: st.PartitionImage, partition: Partition) -> None:
     image.added = partition.added
     image.committed = partition.committed
     image.supply_ended = partition.supply_ended
+    image.intake_paused = partition.intake_paused
     image.credits_created = refill.created
     image.credits_paid = refill.paid
     image.credits_cancelled = refill.cancelled
@@ -221,6 +227,8 @@ def write_partition(image: st.PartitionImage, partition: Partition) -> None:
     image.ended_refill_claims.extend(refill.ended())
     write_evictions(image.evictions, partition.evictions.total.evicted, partition.evictions.total)
     image.evictions_sealed = partition.evictions.sealed
+    image.dropped.extend([dropped_to(partition.name, prompt) for prompt in partition.dropped.kept()])
+    image.dropped_pushed_out = partition.dropped.pushed_out
 
 
 def read_partition(image: st.PartitionImage, partition: Partition) -> None:
@@ -228,6 +236,7 @@ def read_partition(image: st.PartitionImage, partition: Partition) -> None:
     partition.added = image.added
     partition.committed = image.committed
     partition.supply_ended = image.supply_ended
+    partition.intake_paused = image.intake_paused
     refill = partition.refill
     refill.created = image.credits_created
     refill.paid = image.credits_paid
@@ -238,6 +247,22 @@ def read_partition(image: st.PartitionImage, partition: Partition) -> None:
     partition.evictions.total = read_evictions(image.evictions)
     partition.evictions.spans = [(span.end, read_evictions(span)) for span in image.eviction_spans]
     partition.evictions.sealed = image.evictions_sealed
+    partition.dropped.restore(map(_read_dropped, image.dropped), image.dropped_pushed_out)
+
+
+def _read_dropped(message: pb.DroppedPrompt) -> DroppedPrompt:
+    return DroppedPrompt(
+        message.prompt_id,
+        message.dropped,
+        message.overcount,
+        message.stale,
+        message.failed,
+        message.last_group_id,
+        message.last_born_step,
+        message.last_step,
+        message.last_length,
+        message.last_attempt,
+    )
 
 
 def read_event(message: pb.GroupEvent) -> GroupEvent:

@@ -34,6 +34,7 @@ _CALLS = {
     "finish_group": "FinishGroup",
     "fail_group": "FailGroup",
     "evict_groups": "EvictGroups",
+    "set_intake": "SetIntake",
     "restored": "Restore",
 }
 
@@ -187,6 +188,9 @@ _APPLY: dict[str, Apply] = {
     ),
     "evict_groups": lambda replay, run, record, at: commands.evict_groups(
         run, pb.EvictGroupsRequest.FromString(record.evict_groups), at
+    ),
+    "set_intake": lambda replay, run, record, at: commands.set_intake(
+        run, pb.SetIntakeRequest.FromString(record.set_intake)
     ),
     "decline_refill": lambda replay, run, record, at: commands.decline_refill(
         run, pb.DeclineRefillRequest.FromString(record.decline_refill)

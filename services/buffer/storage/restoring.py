@@ -1,8 +1,8 @@
 """Restoring: a checkpoint that takes the place of a run's content.
 
 Invariants: the run stays as it is until `swap`, and afterwards nothing of its old content is left but what outlives
-it: configuration, epoch, ids, and the numbers of events and arrivals, which only rise; pending groups are born again at
-the restored step.
+it: configuration, epoch, paused intake, ids, and the numbers of events and arrivals, which only rise; pending groups
+are born again at the restored step.
 """
 
 from collections.abc import Iterator
@@ -59,6 +59,7 @@ class Restoring:
         state.contact_at = at.now
         counts = Counts()
         for partition in self.run.partitions.values():
+            partition.intake_paused = old.partitions[partition.name].intake_paused
             refill = partition.refill
             refill.free = refill.unpaid
             refill.restore([], [*refill.ended(), *(claim.claim_id for claim in refill.claims())])

@@ -5,9 +5,9 @@ Invariant: what is read back has every default filled in, and reading that again
 
 from google.protobuf.duration_pb2 import Duration
 
+from services.buffer.domain.caps import Caps
 from services.buffer.domain.config import (
     DEFAULT_PARTITIONS,
-    Caps,
     LeaseTimes,
     PartitionConfig,
     PartitionKind,
@@ -75,6 +75,7 @@ def _caps_from(message: pb.Caps) -> Caps:
         max_parked_waits=(
             message.max_parked_waits if message.HasField("max_parked_waits") else defaults.max_parked_waits
         ),
+        max_request_rate=message.max_request_rate if message.HasField("max_request_rate") else None,
     )
 
 
@@ -108,6 +109,7 @@ def config_to(config: RunConfig) -> pb.RunConfig:
             max_groups=config.caps.max_groups,
             max_bytes=config.caps.max_bytes,
             max_parked_waits=config.caps.max_parked_waits,
+            max_request_rate=config.caps.max_request_rate,
         ),
     )
 

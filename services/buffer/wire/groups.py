@@ -50,6 +50,7 @@ def spec_from(message: pb.GroupSpec, position: int) -> GroupSpec:
         message.group_size if message.HasField("group_size") else None,
         payload_from(message.prompt, f"groups[{position}].prompt") if message.HasField("prompt") else None,
         tags_from(message.tags),
+        message.prompt_id,
     )
 
 
@@ -135,6 +136,7 @@ def group_to(partition: Partition, group: Group) -> pb.Group:
         added_at=timestamp(group.added_at),
         sequence=group.sequence,
         lease_id=group.lease_id if group.state is GroupState.SAMPLED else "",
+        prompt_id=group.prompt_id,
     )
     for index, trajectory in enumerate(group.trajectories):
         item = message.trajectories.add(

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from services.buffer.domain.depth import Counts, Depth
+from services.buffer.domain.dropped import DroppedPrompt
 from services.buffer.domain.evictions import EvictionReason, EvictionSummary
 from services.buffer.domain.group import Group
 from services.buffer.domain.ledger import Ledger
@@ -33,6 +34,7 @@ def depth_to(depth: Depth) -> pb.Depth:
         hold=None if depth.hold is None else pb.Hold(group_id=depth.hold.group_id, span=int64(depth.hold.span)),
         unpaid_credits=depth.unpaid_credits,
         supply_ended=depth.supply_ended,
+        intake_paused=depth.intake_paused,
         step=int64(depth.step),
         oldest_running_group_id=depth.oldest_running_group_id,
         oldest_running_for=duration(depth.oldest_running_for),
@@ -115,6 +117,23 @@ def versions_of(groups: pb.SampledGroups) -> list[tuple[int, int]]:
     """Smallest and largest weight version of each trajectory of which they are known."""
     bounds = [version_bounds(entry) for group in groups.groups for entry in group.trajectories]
     return [found for found in bounds if found is not None]
+
+
+def dropped_to(partition: str, prompt: DroppedPrompt) -> pb.DroppedPrompt:
+    """A prompt that was dropped."""
+    return pb.DroppedPrompt(
+        prompt_id=prompt.prompt_id,
+        partition=partition,
+        dropped=prompt.dropped,
+        overcount=prompt.overcount,
+        stale=prompt.stale,
+        failed=prompt.failed,
+        last_group_id=prompt.group_id,
+        last_born_step=int64(prompt.born),
+        last_step=int64(prompt.step),
+        last_length=int64(prompt.length),
+        last_attempt=prompt.attempt,
+    )
 
 
 def ledger_to(ledger: Ledger) -> pb.GetLedgerResponse:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+from pathlib import Path
 
 import grpc
 import grpc.aio
+import pytest
 
+from services.buffer.service import BufferService
 from services.runtime.errors import Code, TurnoutError
 from services.runtime.statuses import from_rpc_error
-from tests.buffer.helpers import Buffer, Caller, output, refused, result
+from tests.buffer.helpers import Buffer, Caller, output, refused, result, running_buffer
 from turnout.buffer.v1 import buffer_pb2 as pb
 
 
@@ -164,8 +168,37 @@ async def test_h20_evictions_race_and_repeat_without_errors(caller: Caller) -> N
 
     found = await asyncio.gather(*[read(name) for name in names * 2], caller.evict(*names))
     assert set(found[:-1]) <= {Code.OK, Code.NOT_FOUND}
-    caller.partition = "nowhere"
-    assert (await refused(caller.evict("a"))).reason == "PARTITION_NOT_FOUND"
+
+
+async def test_h20_evicting_from_a_partition_that_does_not_exist_finds_all_missing(caller: Caller) -> None:
+    """A cleaner that repeats itself, or comes late, must not fail; what is not there is not there."""
+    await caller.create()
+    await caller.open()
+    nowhere = caller.place | {"partition": "nowhere"}
+    for request_id in ("", "again", "again"):
+        request = pb.EvictGroupsRequest(**nowhere, epoch=1, group_ids=["a", "b", "a"], request_id=request_id)
+        answer = await caller.stub.EvictGroups(request)
+        assert (answer.evicted, answer.missing, answer.sampled) == (0, 2, 0)
+    run = (await caller.stub.GetRun(pb.GetRunRequest(run_id=caller.run_id))).run
+    assert [partition.name for partition in run.config.partitions] == ["train", "val"]
+
+
+async def test_h20_expected_races_leave_no_error_in_the_log(
+    caller: Caller, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Readers lost against the cleaner filled the logs with tracebacks."""
+    await caller.create()
+    await caller.open()
+    names = [f"g{number}" for number in range(100)]
+    await caller.add(*names)
+    readers = [caller.group(name) for name in names]
+    found = await asyncio.gather(caller.evict(*names), *readers, caller.evict(*names), return_exceptions=True)
+    errors = [from_rpc_error(error).code for error in found if isinstance(error, grpc.aio.AioRpcError)]
+    assert set(errors) <= {Code.NOT_FOUND}
+    assert (await refused(caller.group("g0"))).code is Code.NOT_FOUND
+    said = capsys.readouterr()
+    assert "Traceback" not in said.err + said.out + caplog.text
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 async def test_h21_partitions_share_nothing(buffer: Buffer) -> None:
@@ -219,3 +252,71 @@ async def test_h22_validation_is_neither_dropped_nor_filtered_nor_refilled(buffe
     assert dict(told.done.metrics) == {}
     ledger = await val.ledger()
     assert (ledger.evicted, ledger.credits_created) == (0, 0)
+
+
+async def intake(caller: Caller, *, paused: bool, request_id: str = "") -> bool:
+    """Pause or resume intake; whether it was paused."""
+    request = pb.SetIntakeRequest(**caller.place, epoch=caller.epoch, paused=paused, request_id=request_id)
+    return (await caller.stub.SetIntake(request)).was_paused
+
+
+async def test_h22_paused_intake_lets_no_add_and_no_start_slip_through(buffer: Buffer) -> None:
+    """A wake-up after a refit got past the pause check, and training work ran into the validation."""
+    caller, val = buffer.caller(), buffer.caller(partition="val")
+    await caller.create(size=2, staleness=pb.Staleness(max_versions=1))
+    val.epoch = await caller.open()
+    await caller.add("before", "waiting", step=1)
+    [running] = await caller.claim(2)
+    parked = asyncio.create_task(caller.claim(4, max_wait=20, worker="parked"))
+    [taken] = await parked
+    await caller.finish_claim(taken)
+
+    assert not await intake(caller, paused=True)
+    assert await intake(caller, paused=True, request_id="twice")
+    assert await intake(caller, paused=True, request_id="twice")
+    await caller.fail(running, pb.FAILURE_KIND_INTERRUPTED)
+    parked = asyncio.create_task(caller.claim(4, max_wait=20, worker="parked"))
+    await buffer.until_parked(1)
+    error = await refused(caller.add("late", step=2))
+    assert (error.code, error.reason) == (Code.FAILED_PRECONDITION, "INTAKE_PAUSED")
+    assert await caller.claim(4) == []
+    # The version advances: the stale group goes, nothing is refilled, nothing starts.
+    told = await caller.wait(2, step=5)
+    assert (told.outcome, told.refills, told.done.evictions.evicted) == ("TIMED_OUT", [], 1)
+    assert "intake is paused" in told.done.reason
+    assert await caller.claim(4) == []
+    assert not parked.done()
+    assert (await caller.depth()).intake_paused
+    # Validation goes on meanwhile.
+    await val.finish_new("v", rewards=(1.0, 1.0))
+    assert (await val.sample(1)).ids == ["v"]
+    assert not (await val.depth()).intake_paused
+
+    assert await intake(caller, paused=False)
+    assert [claim.group_id for claim in await parked] == ["before"]
+    assert [due.count for due in (await caller.wait(2, step=5)).refills] == [1]
+    await caller.add("late", step=5)
+
+
+async def test_h22_a_pause_outlives_a_restart_and_a_restore(tmp_path: Path) -> None:
+    """A buffer that comes back in the middle of a validation must not begin to hand out training work."""
+    async with running_buffer(data_dir=tmp_path) as buffer:
+        caller = buffer.caller()
+        await caller.create()
+        await caller.open()
+        await caller.add("a")
+        await caller.checkpoint("open")
+        await intake(caller, paused=True)
+    for snapshot in (False, True):
+        async with running_buffer(data_dir=tmp_path) as buffer:
+            caller = buffer.caller()
+            caller.epoch = 1
+            assert await caller.claim() == []
+            await caller.restore("open")
+            assert await caller.claim() == []
+            assert (await refused(caller.add("b"))).reason == "INTAKE_PAUSED"
+            if not snapshot:
+                service = buffer.host.service
+                assert isinstance(service, BufferService)
+                assert service.keeper is not None
+                await service.keeper.snapshot()

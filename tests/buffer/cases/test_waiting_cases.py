@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import time
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from services.runtime.clock import ManualClock
 from services.runtime.errors import Code
-from tests.buffer.helpers import CALL_S, Buffer, Caller, output, refused, refused_stream, result, seconds
+from tests.buffer.helpers import (
+    CALL_S,
+    Buffer,
+    Caller,
+    output,
+    refused,
+    refused_stream,
+    result,
+    running_buffer,
+    seconds,
+)
 from turnout.buffer.v1 import buffer_pb2 as pb
 
 
@@ -243,3 +255,59 @@ async def test_h06_a_limit_of_zero_is_refused_at_the_start(caller: Caller) -> No
         assert (error.code, error.metadata["field"]) == (Code.INVALID_ARGUMENT, f"config.{field}")
     error = await refused_stream(caller.wait_call(1))
     assert error.code is Code.NOT_FOUND
+
+
+async def test_h24_a_prompt_that_is_dropped_again_and_again_is_named_until_it_is_trained_on(tmp_path: Path) -> None:
+    """Sums of evictions do not tell that it is always the same prompts, and always the long ones."""
+    async with running_buffer(data_dir=tmp_path) as buffer:
+        caller = buffer.caller()
+        await caller.create(staleness=pb.Staleness(max_versions=2))
+        await caller.open()
+
+        async def add(group_id: str, prompt_id: str, step: int, **rest: Any) -> None:
+            group = pb.GroupSpec(group_id=group_id, prompt_id=prompt_id)
+            request = pb.AddGroupsRequest(**caller.place, epoch=caller.epoch, step=step, groups=[group], **rest)
+            await caller.stub.AddGroups(request)
+
+        running: dict[int, pb.Claim] = {}
+        refills: list[str] = []
+        for step in range(1, 31):
+            await caller.finish_new(*[f"fast{step}.{number}" for number in range(2)], step=step)
+            # The slow prompt takes three versions, and its replacement is the same prompt again.
+            if step % 3 == 1:
+                await add(f"slow.try{step}", "slow", step, refill_claim_id=refills.pop() if refills else None)
+                [running[step]] = await caller.claim()
+            elif step % 3 == 0:
+                await caller.finish_claim(running.pop(step - 2), output(tokens=9000 + step))
+            told = await caller.sample(2, step=step)
+            refills += [due.refill_claim_id for due in told.refills]
+            await caller.commit(told.done.lease_id)
+        # Stale only once the next version begins.
+        await caller.wait(1, step=31)
+        [slow] = (await dropped(caller, 10)).dropped_prompts
+        assert (slow.prompt_id, slow.partition, slow.dropped, slow.stale, slow.failed) == ("slow", "train", 10, 10, 0)
+        assert (slow.last_group_id, slow.last_born_step, slow.last_length) == ("slow.try28", 28, 9030)
+        assert slow.overcount == 0
+        assert not (await dropped(caller, 0)).dropped_prompts
+        for wrong in (-1, 1001):
+            assert (await refused(dropped(caller, wrong))).metadata["field"] == "max_dropped_prompts"
+        # One prompt, one drop, one credit: nothing loops by itself.
+        ledger = await caller.ledger()
+        assert ledger.evicted == ledger.credits_created == 10
+        before = await dropped(caller, 10)
+
+    async with running_buffer(data_dir=tmp_path) as buffer:
+        caller = buffer.caller()
+        caller.epoch = 1
+        assert await dropped(caller, 10) == before, "it outlives a restart"
+        group = pb.GroupSpec(group_id="at last", prompt_id="slow")
+        await caller.stub.AddGroups(pb.AddGroupsRequest(**caller.place, epoch=1, step=31, groups=[group]))
+        await caller.finish(result("at last", 0))
+        assert (await caller.group("at last")).prompt_id == "slow"
+        assert "at last" in await caller.take(1, step=31)
+        assert not (await dropped(caller, 10)).dropped_prompts
+
+
+async def dropped(caller: Caller, limit: int) -> pb.GetLedgerResponse:
+    """The ledger with the prompts that were dropped."""
+    return await caller.stub.GetLedger(pb.GetLedgerRequest(run_id=caller.run_id, max_dropped_prompts=limit))

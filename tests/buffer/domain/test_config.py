@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from services.buffer.domain.caps import Caps
 from services.buffer.domain.config import (
-    Caps,
     LeaseTimes,
     PartitionConfig,
     RunConfig,

@@ -8,7 +8,8 @@ from functools import partial
 import pytest
 
 from services.buffer.domain import access, leases
-from services.buffer.domain.config import Caps, LeaseTimes, Strategy
+from services.buffer.domain.caps import Caps
+from services.buffer.domain.config import LeaseTimes, Strategy
 from services.buffer.domain.group import GroupState
 from services.buffer.domain.leases import Lease
 from services.buffer.domain.moment import Moment

@@ -165,7 +165,7 @@ class AsyncBufferClient(AsyncClient):
                 answer = await self.calls.PutPayload(put_frames(run_id, data), timeout=attempts.timeout(link.now()))
                 return answer.ref
             except TurnoutError as error:
-                pause = attempts.pause(link.now()) if is_retryable(error) else None
+                pause = attempts.pause(link.now(), error.retry_after) if is_retryable(error) else None
                 if pause is None:
                     raise
             await link.sleep(pause)
@@ -199,7 +199,7 @@ class AsyncBufferClient(AsyncClient):
                     return
                 raise stream_ended("the download ended before its last payload")
             except TurnoutError as error:
-                pause = outage.pause(link.now()) if is_retryable(error) else None
+                pause = outage.pause(link.now(), error.retry_after) if is_retryable(error) else None
                 if pause is None:
                     raise
             finally:

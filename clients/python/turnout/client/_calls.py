@@ -3,9 +3,10 @@
 A `CallChannel` takes the place of a gRPC channel under a generated stub, so that all calls of the contract get the same
 treatment and keep the types of the stub.
 
-Invariants: a unary call always has a deadline; only UNAVAILABLE is retried; a mutation carries one request id from its
-first attempt to its last, given by the caller or made here; the caller's message is never changed; what is raised is a
-TurnoutError. Calls that stream answers are not retried here: waits and watches arm themselves again one layer up.
+Invariants: a unary call always has a deadline; only UNAVAILABLE, and what the service says when to repeat, is retried;
+a mutation carries one request id from its first attempt to its last, given by the caller or made here; the caller's
+message is never changed; what is raised is a TurnoutError. Calls that stream answers are not retried here: waits and
+watches arm themselves again one layer up.
 """
 
 from __future__ import annotations
@@ -140,7 +141,7 @@ class UnaryCall:
             try:
                 return await link.unary(self._method, request, attempts.timeout(link.now()))
             except TurnoutError as error:
-                pause = attempts.pause(link.now()) if is_retryable(error) else None
+                pause = attempts.pause(link.now(), error.retry_after) if is_retryable(error) else None
                 if pause is None:
                     raise
             await link.sleep(pause)

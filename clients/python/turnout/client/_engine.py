@@ -94,7 +94,7 @@ class AsyncEngineClient(AsyncClient):
                             await link.invoke(on_delta, event.delta)
                 raise stream_ended("the generation ended without its final event")
             except TurnoutError as error:
-                pause = outage.pause(link.now()) if is_retryable(error) else None
+                pause = outage.pause(link.now(), error.retry_after) if is_retryable(error) else None
                 if pause is None:
                     raise
             finally:

@@ -9,7 +9,7 @@ TurnoutError                 every call that did not succeed
 ├── AlreadyExists            ALREADY_EXISTS
 ├── PermissionDenied         PERMISSION_DENIED
 ├── Unauthenticated          UNAUTHENTICATED
-├── ResourceExhausted        RESOURCE_EXHAUSTED: a cap, or a message above the size limit
+├── ResourceExhausted        RESOURCE_EXHAUSTED: a cap, or a message above the size limit; retried if told when
 ├── FailedPrecondition       FAILED_PRECONDITION: the state does not allow it
 │   ├── StaleEpoch           ... / STALE_EPOCH: another trainer took the run over
 │   ├── OutOfOrder           ... / OUT_OF_ORDER: the scheduler expects another call
@@ -18,7 +18,7 @@ TurnoutError                 every call that did not succeed
 ├── OutOfRange               OUT_OF_RANGE
 ├── Unimplemented            UNIMPLEMENTED
 ├── InternalError            INTERNAL, UNKNOWN
-├── Unavailable              UNAVAILABLE, or the connection was lost: the only one that is retried
+├── Unavailable              UNAVAILABLE, or the connection was lost: retried
 ├── DataLoss                 DATA_LOSS: a checksum did not match
 └── PartialFailure           any status / PARTIAL: some replicas did not do it; names the operation
 
@@ -60,6 +60,8 @@ class TurnoutError(Exception):
         """Offending fields and values."""
         self.from_service = from_service
         """False if no Turnout service sent it: the connection failed, a proxy answered or a deadline passed here."""
+        self.retry_after: float | None = None
+        """Seconds after which the same call may succeed, if the service said so."""
 
     def __str__(self) -> str:
         return f"{self.code.name} / {self.reason}: {self.message}"
@@ -213,9 +215,13 @@ def from_rpc_error(error: grpc.RpcError, *, hint: str = "") -> TurnoutError:
     message = error.details() or code.name
     for key, value in error.trailing_metadata() or ():
         if key == "grpc-status-details-bin" and isinstance(value, bytes):
-            info = error_details_pb2.ErrorInfo()
-            if any(detail.Unpack(info) for detail in status_pb2.Status.FromString(value).details):
-                return make_error(code, info.reason, message, dict(info.metadata))
+            details = status_pb2.Status.FromString(value).details
+            info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
+            if any(detail.Unpack(info) for detail in details):
+                known = make_error(code, info.reason, message, dict(info.metadata))
+                if any(detail.Unpack(retry) for detail in details):
+                    known.retry_after = retry.retry_delay.ToNanoseconds() / 1e9
+                return known
     if any(text in message for text in _CUT.get(code, ())) and not message.startswith(_OUR_OWN):
         text = f"the call was cut: {message}"
         return make_error(grpc.StatusCode.UNAVAILABLE, "CONNECTION_LOST", text, from_service=False)
@@ -238,5 +244,5 @@ def item_error(outcome: buffer_pb2.ItemOutcome) -> TurnoutError | None:
 
 
 def is_retryable(error: TurnoutError) -> bool:
-    """Whether the same request may be sent again: UNAVAILABLE, but not the end of an operation."""
-    return isinstance(error, Unavailable)
+    """Whether the same request may be sent again: UNAVAILABLE, but not the end of an operation, or told when to."""
+    return isinstance(error, Unavailable) or error.retry_after is not None

@@ -1,7 +1,7 @@
 """When to try again: pure state machines, told the time and handed their randomness.
 
-Invariants: the sum of all attempts and pauses stays within the total; no pause is longer than the policy's maximum. Who
-gives up does so with the last error, which says why the service was not reached.
+Invariants: the sum of all attempts and pauses stays within the total; no pause is longer than the policy's maximum
+unless the service asked for it. Who gives up does so with the last error, which says why the service was not reached.
 """
 
 from __future__ import annotations
@@ -47,13 +47,16 @@ class Attempts:
         """Return the deadline of the attempt that begins now, in seconds from now."""
         return max(0.0, min(self._attempt, self._end - now))
 
-    def pause(self, now: float) -> float | None:
-        """Return how long to wait after a retryable failure; None to give up."""
+    def pause(self, now: float, at_least: float | None = None) -> float | None:
+        """Return how long to wait after a retryable failure; None to give up.
+
+        `at_least`: what the service asked for.
+        """
         if self._left is not None:
             self._left -= 1
             if self._left <= 0:
                 return None
-        pause = self._backoff.next()
+        pause = max(self._backoff.next(), at_least or 0.0)
         return pause if now + pause < self._end else None
 
 
@@ -77,9 +80,12 @@ class Outage:
         self._heard_at = now
         self._backoff.reset()
 
-    def pause(self, now: float) -> float | None:
-        """Return how long to wait before the next call, now that one has ended; None to give up."""
+    def pause(self, now: float, at_least: float | None = None) -> float | None:
+        """Return how long to wait before the next call, now that one has ended; None to give up.
+
+        `at_least`: what the service asked for.
+        """
         if now - self._began_at >= _ALIVE_S:
             self.heard(now)
-        pause = self._backoff.next()
+        pause = max(self._backoff.next(), at_least or 0.0)
         return pause if now + pause < self._heard_at + self._limit else None

@@ -73,7 +73,7 @@ async def hold(
             number += 1
             pause = outage.pause(link.now())
         except TurnoutError as error:
-            pause = outage.pause(link.now()) if is_retryable(error) else None
+            pause = outage.pause(link.now(), error.retry_after) if is_retryable(error) else None
             if pause is None or (end is not None and link.now() + pause >= end):
                 raise
         if pause is not None:
@@ -112,7 +112,7 @@ async def follow(
                 yield message
             return
         except TurnoutError as error:
-            pause = outage.pause(link.now()) if is_retryable(error) else None
+            pause = outage.pause(link.now(), error.retry_after) if is_retryable(error) else None
             if pause is None:
                 raise
         finally:

@@ -27,6 +27,12 @@ Conventions of this file, which hold for every call:
   * With a data directory an answer is as durable as the service's --durability says before it leaves. UNAVAILABLE /
     JOURNAL_IO, JOURNAL_FSYNC_FAILED, RELOADING, RUN_REPLACED: the call may be repeated, and may have had its effect.
     RESOURCE_EXHAUSTED / DISK_FULL: only what frees space is possible.
+  * Caps of a run: RESOURCE_EXHAUSTED / CAP_GROUPS, CAP_BYTES, CAP_PARKED_WAITS or CAP_REQUEST_RATE, with the metadata
+    cap (its name in Caps), limit (its value) and present (what counts against it now). CAP_REQUEST_RATE carries a
+    google.rpc.RetryInfo as well, and is asked of AddGroups, ClaimGroups, ReportProgress, Sample, WaitForSampleable and
+    of the reads of depth, groups, events and ledger alone: what settles, renews, frees or pays is never refused for a
+    cap. Messages are bounded for the whole service (--max-message-bytes, default 64 MiB): gRPC itself refuses a larger
+    one with RESOURCE_EXHAUSTED, naming its size and the limit.
   * int64 is a bigint or a string in JavaScript, never a Number. An event or frame whose oneof is unset in a response
     comes from a newer service and is to be ignored; in a request it is INVALID_ARGUMENT / BAD_FRAME.
 """
@@ -458,27 +464,35 @@ class Caps(google.protobuf.message.Message):
     MAX_GROUPS_FIELD_NUMBER: builtins.int
     MAX_BYTES_FIELD_NUMBER: builtins.int
     MAX_PARKED_WAITS_FIELD_NUMBER: builtins.int
+    MAX_REQUEST_RATE_FIELD_NUMBER: builtins.int
     max_groups: builtins.int
     """Groups present at once (all partitions, sampled ones included). At least 1; default 1 000 000."""
     max_bytes: builtins.int
     """Bytes of prompts and payloads held at once, by declared size. At least 1; default 1 TiB."""
     max_parked_waits: builtins.int
     """Waits, claims and watches parked at once. At least 1; default 10 000."""
+    max_request_rate: builtins.float
+    """Requests per wall second, of the kinds named at the top of this file, finite and above 0; a second's worth may come
+    at once. Unset: no bound.
+    """
     def __init__(
         self,
         *,
         max_groups: builtins.int | None = ...,
         max_bytes: builtins.int | None = ...,
         max_parked_waits: builtins.int | None = ...,
+        max_request_rate: builtins.float | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_max_bytes", b"_max_bytes", "_max_groups", b"_max_groups", "_max_parked_waits", b"_max_parked_waits", "max_bytes", b"max_bytes", "max_groups", b"max_groups", "max_parked_waits", b"max_parked_waits"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_max_bytes", b"_max_bytes", "_max_groups", b"_max_groups", "_max_parked_waits", b"_max_parked_waits", "max_bytes", b"max_bytes", "max_groups", b"max_groups", "max_parked_waits", b"max_parked_waits"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_max_bytes", b"_max_bytes", "_max_groups", b"_max_groups", "_max_parked_waits", b"_max_parked_waits", "_max_request_rate", b"_max_request_rate", "max_bytes", b"max_bytes", "max_groups", b"max_groups", "max_parked_waits", b"max_parked_waits", "max_request_rate", b"max_request_rate"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_max_bytes", b"_max_bytes", "_max_groups", b"_max_groups", "_max_parked_waits", b"_max_parked_waits", "_max_request_rate", b"_max_request_rate", "max_bytes", b"max_bytes", "max_groups", b"max_groups", "max_parked_waits", b"max_parked_waits", "max_request_rate", b"max_request_rate"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_max_bytes", b"_max_bytes"]) -> typing.Literal["max_bytes"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_max_groups", b"_max_groups"]) -> typing.Literal["max_groups"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_max_parked_waits", b"_max_parked_waits"]) -> typing.Literal["max_parked_waits"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_max_request_rate", b"_max_request_rate"]) -> typing.Literal["max_request_rate"] | None: ...
 
 Global___Caps: typing_extensions.TypeAlias = Caps
 
@@ -1150,10 +1164,15 @@ class GroupSpec(google.protobuf.message.Message):
     GROUP_SIZE_FIELD_NUMBER: builtins.int
     PROMPT_FIELD_NUMBER: builtins.int
     TAGS_FIELD_NUMBER: builtins.int
+    PROMPT_ID_FIELD_NUMBER: builtins.int
     group_id: builtins.str
     """Id, unique among the groups present in the partition. Ids of evicted and committed groups may be used again."""
     group_size: builtins.int
     """Trajectories (n), 1 to 65 536. Unset: the partition's default."""
+    prompt_id: builtins.str
+    """What prompt this is, an id, where the same prompt comes again under another group_id (its next epoch, its next try
+    after it was dropped). GetLedger counts by it what was dropped. Empty: the group_id.
+    """
     @property
     def prompt(self) -> Global___Payload:
         """The prompt, given to workers as it is."""
@@ -1169,9 +1188,10 @@ class GroupSpec(google.protobuf.message.Message):
         group_size: builtins.int | None = ...,
         prompt: Global___Payload | None = ...,
         tags: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
+        prompt_id: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_group_size", b"_group_size", "group_size", b"group_size", "prompt", b"prompt"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_group_size", b"_group_size", "group_id", b"group_id", "group_size", b"group_size", "prompt", b"prompt", "tags", b"tags"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_group_size", b"_group_size", "group_id", b"group_id", "group_size", b"group_size", "prompt", b"prompt", "prompt_id", b"prompt_id", "tags", b"tags"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_group_size", b"_group_size"]) -> typing.Literal["group_size"] | None: ...
 
 Global___GroupSpec: typing_extensions.TypeAlias = GroupSpec
@@ -1258,6 +1278,7 @@ class Group(google.protobuf.message.Message):
     ADDED_AT_FIELD_NUMBER: builtins.int
     SEQUENCE_FIELD_NUMBER: builtins.int
     LEASE_ID_FIELD_NUMBER: builtins.int
+    PROMPT_ID_FIELD_NUMBER: builtins.int
     group_id: builtins.str
     """The caller's id."""
     partition: builtins.str
@@ -1272,6 +1293,8 @@ class Group(google.protobuf.message.Message):
     """Order of arrival in the run, strictly rising."""
     lease_id: builtins.str
     """Lease that holds it, while sampled."""
+    prompt_id: builtins.str
+    """What prompt it is, empty if that is its group_id."""
     @property
     def tags(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
         """Free labels."""
@@ -1297,9 +1320,10 @@ class Group(google.protobuf.message.Message):
         added_at: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         sequence: builtins.int = ...,
         lease_id: builtins.str = ...,
+        prompt_id: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["added_at", b"added_at"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["added_at", b"added_at", "born_step", b"born_step", "group_id", b"group_id", "group_size", b"group_size", "lease_id", b"lease_id", "partition", b"partition", "sequence", b"sequence", "state", b"state", "tags", b"tags", "trajectories", b"trajectories"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["added_at", b"added_at", "born_step", b"born_step", "group_id", b"group_id", "group_size", b"group_size", "lease_id", b"lease_id", "partition", b"partition", "prompt_id", b"prompt_id", "sequence", b"sequence", "state", b"state", "tags", b"tags", "trajectories", b"trajectories"]) -> None: ...
 
 Global___Group: typing_extensions.TypeAlias = Group
 
@@ -1598,6 +1622,63 @@ class ClaimGroupsResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["claims", b"claims"]) -> None: ...
 
 Global___ClaimGroupsResponse: typing_extensions.TypeAlias = ClaimGroupsResponse
+
+@typing.final
+class SetIntakeRequest(google.protobuf.message.Message):
+    """SetIntakeRequest pauses or resumes intake."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: builtins.int
+    PARTITION_FIELD_NUMBER: builtins.int
+    PAUSED_FIELD_NUMBER: builtins.int
+    EPOCH_FIELD_NUMBER: builtins.int
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    run_id: builtins.str
+    """Run of the partition."""
+    partition: builtins.str
+    """Partition to pause or resume."""
+    paused: builtins.bool
+    """Whether intake is paused from now on. Required."""
+    epoch: builtins.int
+    """Epoch of the caller; unset is allowed only while no epoch was ever opened."""
+    request_id: builtins.str
+    """See the top of this file."""
+    def __init__(
+        self,
+        *,
+        run_id: builtins.str = ...,
+        partition: builtins.str = ...,
+        paused: builtins.bool | None = ...,
+        epoch: builtins.int | None = ...,
+        request_id: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_epoch", b"_epoch", "_paused", b"_paused", "epoch", b"epoch", "paused", b"paused"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_epoch", b"_epoch", "_paused", b"_paused", "epoch", b"epoch", "partition", b"partition", "paused", b"paused", "request_id", b"request_id", "run_id", b"run_id"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_epoch", b"_epoch"]) -> typing.Literal["epoch"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_paused", b"_paused"]) -> typing.Literal["paused"] | None: ...
+
+Global___SetIntakeRequest: typing_extensions.TypeAlias = SetIntakeRequest
+
+@typing.final
+class SetIntakeResponse(google.protobuf.message.Message):
+    """SetIntakeResponse tells what it was."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    WAS_PAUSED_FIELD_NUMBER: builtins.int
+    was_paused: builtins.bool
+    """Whether intake was paused before."""
+    def __init__(
+        self,
+        *,
+        was_paused: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["was_paused", b"was_paused"]) -> None: ...
+
+Global___SetIntakeResponse: typing_extensions.TypeAlias = SetIntakeResponse
 
 @typing.final
 class RenewClaimsRequest(google.protobuf.message.Message):
@@ -2198,6 +2279,7 @@ class Depth(google.protobuf.message.Message):
     STEP_FIELD_NUMBER: builtins.int
     OLDEST_RUNNING_GROUP_ID_FIELD_NUMBER: builtins.int
     OLDEST_RUNNING_FOR_FIELD_NUMBER: builtins.int
+    INTAKE_PAUSED_FIELD_NUMBER: builtins.int
     sampleable: builtins.int
     """Groups that Sample could hand out at this step, a hold disregarded."""
     unpaid_credits: builtins.int
@@ -2208,6 +2290,8 @@ class Depth(google.protobuf.message.Message):
     """Step these numbers hold for."""
     oldest_running_group_id: builtins.str
     """The running group claimed longest ago, empty if none."""
+    intake_paused: builtins.bool
+    """Whether intake is paused (SetIntake)."""
     @property
     def counts(self) -> Global___GroupCounts:
         """Groups by state."""
@@ -2231,9 +2315,10 @@ class Depth(google.protobuf.message.Message):
         step: builtins.int = ...,
         oldest_running_group_id: builtins.str = ...,
         oldest_running_for: google.protobuf.duration_pb2.Duration | None = ...,
+        intake_paused: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["counts", b"counts", "hold", b"hold", "oldest_running_for", b"oldest_running_for"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["counts", b"counts", "hold", b"hold", "oldest_running_for", b"oldest_running_for", "oldest_running_group_id", b"oldest_running_group_id", "sampleable", b"sampleable", "step", b"step", "supply_ended", b"supply_ended", "unpaid_credits", b"unpaid_credits"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["counts", b"counts", "hold", b"hold", "intake_paused", b"intake_paused", "oldest_running_for", b"oldest_running_for", "oldest_running_group_id", b"oldest_running_group_id", "sampleable", b"sampleable", "step", b"step", "supply_ended", b"supply_ended", "unpaid_credits", b"unpaid_credits"]) -> None: ...
 
 Global___Depth: typing_extensions.TypeAlias = Depth
 
@@ -3802,19 +3887,85 @@ class GetLedgerRequest(google.protobuf.message.Message):
 
     RUN_ID_FIELD_NUMBER: builtins.int
     PARTITION_FIELD_NUMBER: builtins.int
+    MAX_DROPPED_PROMPTS_FIELD_NUMBER: builtins.int
     run_id: builtins.str
     """Run to account for."""
     partition: builtins.str
     """Partition; empty: all together."""
+    max_dropped_prompts: builtins.int
+    """Most dropped prompts to list, 0 to 1000."""
     def __init__(
         self,
         *,
         run_id: builtins.str = ...,
         partition: builtins.str = ...,
+        max_dropped_prompts: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["partition", b"partition", "run_id", b"run_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["max_dropped_prompts", b"max_dropped_prompts", "partition", b"partition", "run_id", b"run_id"]) -> None: ...
 
 Global___GetLedgerRequest: typing_extensions.TypeAlias = GetLedgerRequest
+
+@typing.final
+class DroppedPrompt(google.protobuf.message.Message):
+    """DroppedPrompt is a prompt whose groups were dropped since one of it was last committed: a slow one under
+    discard-and-retry, or one that always fails.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PROMPT_ID_FIELD_NUMBER: builtins.int
+    PARTITION_FIELD_NUMBER: builtins.int
+    DROPPED_FIELD_NUMBER: builtins.int
+    OVERCOUNT_FIELD_NUMBER: builtins.int
+    STALE_FIELD_NUMBER: builtins.int
+    FAILED_FIELD_NUMBER: builtins.int
+    LAST_GROUP_ID_FIELD_NUMBER: builtins.int
+    LAST_BORN_STEP_FIELD_NUMBER: builtins.int
+    LAST_STEP_FIELD_NUMBER: builtins.int
+    LAST_LENGTH_FIELD_NUMBER: builtins.int
+    LAST_ATTEMPT_FIELD_NUMBER: builtins.int
+    prompt_id: builtins.str
+    """Its prompt_id, or the group_id if it has none."""
+    partition: builtins.str
+    """Partition it was added to."""
+    dropped: builtins.int
+    """Groups of it that were evicted because they were stale or had failed, each once."""
+    overcount: builtins.int
+    """By how much `dropped` may be too high: the report keeps the 1000 prompts that were dropped most, and a new one may
+    have been pushed out of it before with that count (Metwally et al. 2005, Space-Saving).
+    """
+    stale: builtins.int
+    """Those of them that were stale; reasons overlap."""
+    failed: builtins.int
+    """Those of them that had failed."""
+    last_group_id: builtins.str
+    """The group dropped last."""
+    last_born_step: builtins.int
+    """Its born step."""
+    last_step: builtins.int
+    """The step it was dropped at."""
+    last_length: builtins.int
+    """Its longest trajectory in the run's unit, partial output not counted; 0 if none had finished."""
+    last_attempt: builtins.int
+    """The highest attempt that a trajectory of it had come to."""
+    def __init__(
+        self,
+        *,
+        prompt_id: builtins.str = ...,
+        partition: builtins.str = ...,
+        dropped: builtins.int = ...,
+        overcount: builtins.int = ...,
+        stale: builtins.int = ...,
+        failed: builtins.int = ...,
+        last_group_id: builtins.str = ...,
+        last_born_step: builtins.int = ...,
+        last_step: builtins.int = ...,
+        last_length: builtins.int = ...,
+        last_attempt: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["dropped", b"dropped", "failed", b"failed", "last_attempt", b"last_attempt", "last_born_step", b"last_born_step", "last_group_id", b"last_group_id", "last_length", b"last_length", "last_step", b"last_step", "overcount", b"overcount", "partition", b"partition", "prompt_id", b"prompt_id", "stale", b"stale"]) -> None: ...
+
+Global___DroppedPrompt: typing_extensions.TypeAlias = DroppedPrompt
 
 @typing.final
 class GetLedgerResponse(google.protobuf.message.Message):
@@ -3830,6 +3981,7 @@ class GetLedgerResponse(google.protobuf.message.Message):
     CREDITS_CREATED_FIELD_NUMBER: builtins.int
     CREDITS_PAID_FIELD_NUMBER: builtins.int
     CREDITS_CANCELLED_FIELD_NUMBER: builtins.int
+    DROPPED_PROMPTS_FIELD_NUMBER: builtins.int
     added: builtins.int
     """Groups ever added."""
     committed: builtins.int
@@ -3850,6 +4002,10 @@ class GetLedgerResponse(google.protobuf.message.Message):
     def present(self) -> Global___GroupCounts:
         """Groups present by state."""
 
+    @property
+    def dropped_prompts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___DroppedPrompt]:
+        """Prompts that were dropped and not committed since, those dropped most first."""
+
     def __init__(
         self,
         *,
@@ -3861,9 +4017,10 @@ class GetLedgerResponse(google.protobuf.message.Message):
         credits_created: builtins.int = ...,
         credits_paid: builtins.int = ...,
         credits_cancelled: builtins.int = ...,
+        dropped_prompts: collections.abc.Iterable[Global___DroppedPrompt] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["present", b"present"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["added", b"added", "committed", b"committed", "credits_cancelled", b"credits_cancelled", "credits_created", b"credits_created", "credits_paid", b"credits_paid", "evicted", b"evicted", "evicted_by_reason", b"evicted_by_reason", "present", b"present"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["added", b"added", "committed", b"committed", "credits_cancelled", b"credits_cancelled", "credits_created", b"credits_created", "credits_paid", b"credits_paid", "dropped_prompts", b"dropped_prompts", "evicted", b"evicted", "evicted_by_reason", b"evicted_by_reason", "present", b"present"]) -> None: ...
 
 Global___GetLedgerResponse: typing_extensions.TypeAlias = GetLedgerResponse
 

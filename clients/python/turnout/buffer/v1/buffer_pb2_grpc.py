@@ -77,6 +77,11 @@ class ReplayBufferStub(object):
                 request_serializer=turnout_dot_buffer_dot_v1_dot_buffer__pb2.ClaimGroupsRequest.SerializeToString,
                 response_deserializer=turnout_dot_buffer_dot_v1_dot_buffer__pb2.ClaimGroupsResponse.FromString,
                 _registered_method=True)
+        self.SetIntake = channel.unary_unary(
+                '/turnout.buffer.v1.ReplayBuffer/SetIntake',
+                request_serializer=turnout_dot_buffer_dot_v1_dot_buffer__pb2.SetIntakeRequest.SerializeToString,
+                response_deserializer=turnout_dot_buffer_dot_v1_dot_buffer__pb2.SetIntakeResponse.FromString,
+                _registered_method=True)
         self.RenewClaims = channel.unary_unary(
                 '/turnout.buffer.v1.ReplayBuffer/RenewClaims',
                 request_serializer=turnout_dot_buffer_dot_v1_dot_buffer__pb2.RenewClaimsRequest.SerializeToString,
@@ -289,7 +294,7 @@ class ReplayBufferServicer(object):
     def AddGroups(self, request, context):
         """AddGroups admits prompts: all of the batch or none. It reserves the slots, pays refill claims, and can end supply.
         Errors: RESOURCE_EXHAUSTED / CAP_GROUPS or CAP_BYTES; ALREADY_EXISTS / GROUP_EXISTS if an id is taken (also twice
-        in one batch); NOT_FOUND / REFILL_CLAIM_NOT_FOUND; FAILED_PRECONDITION / REFILL_OVERPAID.
+        in one batch); NOT_FOUND / REFILL_CLAIM_NOT_FOUND; FAILED_PRECONDITION / REFILL_OVERPAID, INTAKE_PAUSED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -298,6 +303,16 @@ class ReplayBufferServicer(object):
     def ClaimGroups(self, request, context):
         """ClaimGroups hands pending trajectories to a rollout worker, oldest group first, waiting up to max_wait for some.
         An empty answer means that the time passed with nothing to do.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetIntake(self, request, context):
+        """SetIntake pauses or resumes the intake of a partition, for a validation or a maintenance that no training work may
+        run into. While it is paused, AddGroups to it is FAILED_PRECONDITION / INTAKE_PAUSED, ClaimGroups hands out nothing
+        and waits, and no refill claim is shown; what was claimed before goes on, settles and can be sampled. It lasts until
+        it is resumed: steps, epochs, a restart and Restore leave it as it is.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -457,7 +472,8 @@ class ReplayBufferServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def EvictGroups(self, request, context):
-        """EvictGroups removes groups on the caller's order, in any state but sampled. Unknown ids are counted, not refused.
+        """EvictGroups removes groups on the caller's order, in any state but sampled. Unknown ids are counted, not refused;
+        those of an unknown partition are all missing. Errors: INVALID_ARGUMENT / TOO_MANY_GROUPS.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -606,6 +622,11 @@ def add_ReplayBufferServicer_to_server(servicer, server):
                     servicer.ClaimGroups,
                     request_deserializer=turnout_dot_buffer_dot_v1_dot_buffer__pb2.ClaimGroupsRequest.FromString,
                     response_serializer=turnout_dot_buffer_dot_v1_dot_buffer__pb2.ClaimGroupsResponse.SerializeToString,
+            ),
+            'SetIntake': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetIntake,
+                    request_deserializer=turnout_dot_buffer_dot_v1_dot_buffer__pb2.SetIntakeRequest.FromString,
+                    response_serializer=turnout_dot_buffer_dot_v1_dot_buffer__pb2.SetIntakeResponse.SerializeToString,
             ),
             'RenewClaims': grpc.unary_unary_rpc_method_handler(
                     servicer.RenewClaims,
@@ -982,6 +1003,33 @@ class ReplayBuffer(object):
             '/turnout.buffer.v1.ReplayBuffer/ClaimGroups',
             turnout_dot_buffer_dot_v1_dot_buffer__pb2.ClaimGroupsRequest.SerializeToString,
             turnout_dot_buffer_dot_v1_dot_buffer__pb2.ClaimGroupsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetIntake(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/turnout.buffer.v1.ReplayBuffer/SetIntake',
+            turnout_dot_buffer_dot_v1_dot_buffer__pb2.SetIntakeRequest.SerializeToString,
+            turnout_dot_buffer_dot_v1_dot_buffer__pb2.SetIntakeResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -27,6 +27,12 @@ Conventions of this file, which hold for every call:
   * With a data directory an answer is as durable as the service's --durability says before it leaves. UNAVAILABLE /
     JOURNAL_IO, JOURNAL_FSYNC_FAILED, RELOADING, RUN_REPLACED: the call may be repeated, and may have had its effect.
     RESOURCE_EXHAUSTED / DISK_FULL: only what frees space is possible.
+  * Caps of a run: RESOURCE_EXHAUSTED / CAP_GROUPS, CAP_BYTES, CAP_PARKED_WAITS or CAP_REQUEST_RATE, with the metadata
+    cap (its name in Caps), limit (its value) and present (what counts against it now). CAP_REQUEST_RATE carries a
+    google.rpc.RetryInfo as well, and is asked of AddGroups, ClaimGroups, ReportProgress, Sample, WaitForSampleable and
+    of the reads of depth, groups, events and ledger alone: what settles, renews, frees or pays is never refused for a
+    cap. Messages are bounded for the whole service (--max-message-bytes, default 64 MiB): gRPC itself refuses a larger
+    one with RESOURCE_EXHAUSTED, naming its size and the limit.
   * int64 is a bigint or a string in JavaScript, never a Number. An event or frame whose oneof is unset in a response
     comes from a newer service and is to be ignored; in a request it is INVALID_ARGUMENT / BAD_FRAME.
 """
@@ -178,6 +184,22 @@ _ReplayBufferClaimGroupsType = typing_extensions.TypeVar(
     default=grpc.UnaryUnaryMultiCallable[
         turnout.buffer.v1.buffer_pb2.ClaimGroupsRequest,
         turnout.buffer.v1.buffer_pb2.ClaimGroupsResponse,
+    ],
+)
+
+_ReplayBufferSetIntakeType = typing_extensions.TypeVar(
+    '_ReplayBufferSetIntakeType',
+    grpc.UnaryUnaryMultiCallable[
+        turnout.buffer.v1.buffer_pb2.SetIntakeRequest,
+        turnout.buffer.v1.buffer_pb2.SetIntakeResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        turnout.buffer.v1.buffer_pb2.SetIntakeRequest,
+        turnout.buffer.v1.buffer_pb2.SetIntakeResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        turnout.buffer.v1.buffer_pb2.SetIntakeRequest,
+        turnout.buffer.v1.buffer_pb2.SetIntakeResponse,
     ],
 )
 
@@ -677,7 +699,7 @@ _ReplayBufferDeleteCheckpointType = typing_extensions.TypeVar(
     ],
 )
 
-class ReplayBufferStub(typing.Generic[_ReplayBufferCreateRunType, _ReplayBufferGetRunType, _ReplayBufferUpdateRunType, _ReplayBufferDeleteRunType, _ReplayBufferListRunsType, _ReplayBufferOpenEpochType, _ReplayBufferAddGroupsType, _ReplayBufferClaimGroupsType, _ReplayBufferRenewClaimsType, _ReplayBufferFinishTrajectoriesType, _ReplayBufferFinishStreamType, _ReplayBufferFailTrajectoriesType, _ReplayBufferFinishGroupType, _ReplayBufferFailGroupType, _ReplayBufferReportProgressType, _ReplayBufferGetSampleableCountType, _ReplayBufferWatchDepthType, _ReplayBufferWatchGroupsType, _ReplayBufferWaitForSampleableType, _ReplayBufferSampleType, _ReplayBufferCommitSampleType, _ReplayBufferReleaseSampleType, _ReplayBufferRenewEpochType, _ReplayBufferRenewSampleType, _ReplayBufferReleasePayloadType, _ReplayBufferDeclineRefillType, _ReplayBufferEvictGroupsType, _ReplayBufferPutPayloadType, _ReplayBufferGetPayloadsType, _ReplayBufferWatchReleasesType, _ReplayBufferAckReleasesType, _ReplayBufferGetGroupType, _ReplayBufferListGroupsType, _ReplayBufferGetLedgerType, _ReplayBufferCheckpointType, _ReplayBufferRestoreType, _ReplayBufferListCheckpointsType, _ReplayBufferVerifyCheckpointType, _ReplayBufferDeleteCheckpointType]):
+class ReplayBufferStub(typing.Generic[_ReplayBufferCreateRunType, _ReplayBufferGetRunType, _ReplayBufferUpdateRunType, _ReplayBufferDeleteRunType, _ReplayBufferListRunsType, _ReplayBufferOpenEpochType, _ReplayBufferAddGroupsType, _ReplayBufferClaimGroupsType, _ReplayBufferSetIntakeType, _ReplayBufferRenewClaimsType, _ReplayBufferFinishTrajectoriesType, _ReplayBufferFinishStreamType, _ReplayBufferFailTrajectoriesType, _ReplayBufferFinishGroupType, _ReplayBufferFailGroupType, _ReplayBufferReportProgressType, _ReplayBufferGetSampleableCountType, _ReplayBufferWatchDepthType, _ReplayBufferWatchGroupsType, _ReplayBufferWaitForSampleableType, _ReplayBufferSampleType, _ReplayBufferCommitSampleType, _ReplayBufferReleaseSampleType, _ReplayBufferRenewEpochType, _ReplayBufferRenewSampleType, _ReplayBufferReleasePayloadType, _ReplayBufferDeclineRefillType, _ReplayBufferEvictGroupsType, _ReplayBufferPutPayloadType, _ReplayBufferGetPayloadsType, _ReplayBufferWatchReleasesType, _ReplayBufferAckReleasesType, _ReplayBufferGetGroupType, _ReplayBufferListGroupsType, _ReplayBufferGetLedgerType, _ReplayBufferCheckpointType, _ReplayBufferRestoreType, _ReplayBufferListCheckpointsType, _ReplayBufferVerifyCheckpointType, _ReplayBufferDeleteCheckpointType]):
     """ReplayBuffer keeps the prompt groups of training runs from the moment a prompt is added until its trajectories are
     consumed. A group lives through: pending -> running -> finished | failed, then leased by Sample and committed, or
     evicted.
@@ -716,6 +738,10 @@ class ReplayBufferStub(typing.Generic[_ReplayBufferCreateRunType, _ReplayBufferG
         grpc.UnaryUnaryMultiCallable[
             turnout.buffer.v1.buffer_pb2.ClaimGroupsRequest,
             turnout.buffer.v1.buffer_pb2.ClaimGroupsResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            turnout.buffer.v1.buffer_pb2.SetIntakeRequest,
+            turnout.buffer.v1.buffer_pb2.SetIntakeResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             turnout.buffer.v1.buffer_pb2.RenewClaimsRequest,
@@ -878,6 +904,10 @@ class ReplayBufferStub(typing.Generic[_ReplayBufferCreateRunType, _ReplayBufferG
             turnout.buffer.v1.buffer_pb2.ClaimGroupsResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
+            turnout.buffer.v1.buffer_pb2.SetIntakeRequest,
+            turnout.buffer.v1.buffer_pb2.SetIntakeResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
             turnout.buffer.v1.buffer_pb2.RenewClaimsRequest,
             turnout.buffer.v1.buffer_pb2.RenewClaimsResponse,
         ],
@@ -1032,12 +1062,19 @@ class ReplayBufferStub(typing.Generic[_ReplayBufferCreateRunType, _ReplayBufferG
     AddGroups: _ReplayBufferAddGroupsType
     """AddGroups admits prompts: all of the batch or none. It reserves the slots, pays refill claims, and can end supply.
     Errors: RESOURCE_EXHAUSTED / CAP_GROUPS or CAP_BYTES; ALREADY_EXISTS / GROUP_EXISTS if an id is taken (also twice
-    in one batch); NOT_FOUND / REFILL_CLAIM_NOT_FOUND; FAILED_PRECONDITION / REFILL_OVERPAID.
+    in one batch); NOT_FOUND / REFILL_CLAIM_NOT_FOUND; FAILED_PRECONDITION / REFILL_OVERPAID, INTAKE_PAUSED.
     """
 
     ClaimGroups: _ReplayBufferClaimGroupsType
     """ClaimGroups hands pending trajectories to a rollout worker, oldest group first, waiting up to max_wait for some.
     An empty answer means that the time passed with nothing to do.
+    """
+
+    SetIntake: _ReplayBufferSetIntakeType
+    """SetIntake pauses or resumes the intake of a partition, for a validation or a maintenance that no training work may
+    run into. While it is paused, AddGroups to it is FAILED_PRECONDITION / INTAKE_PAUSED, ClaimGroups hands out nothing
+    and waits, and no refill claim is shown; what was claimed before goes on, settles and can be sampled. It lasts until
+    it is resumed: steps, epochs, a restart and Restore leave it as it is.
     """
 
     RenewClaims: _ReplayBufferRenewClaimsType
@@ -1135,7 +1172,9 @@ class ReplayBufferStub(typing.Generic[_ReplayBufferCreateRunType, _ReplayBufferG
     """
 
     EvictGroups: _ReplayBufferEvictGroupsType
-    """EvictGroups removes groups on the caller's order, in any state but sampled. Unknown ids are counted, not refused."""
+    """EvictGroups removes groups on the caller's order, in any state but sampled. Unknown ids are counted, not refused;
+    those of an unknown partition are all missing. Errors: INVALID_ARGUMENT / TOO_MANY_GROUPS.
+    """
 
     PutPayload: _ReplayBufferPutPayloadType
     """PutPayload uploads one payload: header, chunks of about 1 MiB, end with the CRC32C. The answer is a reference held
@@ -1226,6 +1265,10 @@ ReplayBufferAsyncStub: typing_extensions.TypeAlias = ReplayBufferStub[
     grpc.aio.UnaryUnaryMultiCallable[
         turnout.buffer.v1.buffer_pb2.ClaimGroupsRequest,
         turnout.buffer.v1.buffer_pb2.ClaimGroupsResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        turnout.buffer.v1.buffer_pb2.SetIntakeRequest,
+        turnout.buffer.v1.buffer_pb2.SetIntakeResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         turnout.buffer.v1.buffer_pb2.RenewClaimsRequest,
@@ -1423,7 +1466,7 @@ class ReplayBufferServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[turnout.buffer.v1.buffer_pb2.AddGroupsResponse, collections.abc.Awaitable[turnout.buffer.v1.buffer_pb2.AddGroupsResponse]]:
         """AddGroups admits prompts: all of the batch or none. It reserves the slots, pays refill claims, and can end supply.
         Errors: RESOURCE_EXHAUSTED / CAP_GROUPS or CAP_BYTES; ALREADY_EXISTS / GROUP_EXISTS if an id is taken (also twice
-        in one batch); NOT_FOUND / REFILL_CLAIM_NOT_FOUND; FAILED_PRECONDITION / REFILL_OVERPAID.
+        in one batch); NOT_FOUND / REFILL_CLAIM_NOT_FOUND; FAILED_PRECONDITION / REFILL_OVERPAID, INTAKE_PAUSED.
         """
 
     @abc.abstractmethod
@@ -1434,6 +1477,18 @@ class ReplayBufferServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[turnout.buffer.v1.buffer_pb2.ClaimGroupsResponse, collections.abc.Awaitable[turnout.buffer.v1.buffer_pb2.ClaimGroupsResponse]]:
         """ClaimGroups hands pending trajectories to a rollout worker, oldest group first, waiting up to max_wait for some.
         An empty answer means that the time passed with nothing to do.
+        """
+
+    @abc.abstractmethod
+    def SetIntake(
+        self,
+        request: turnout.buffer.v1.buffer_pb2.SetIntakeRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[turnout.buffer.v1.buffer_pb2.SetIntakeResponse, collections.abc.Awaitable[turnout.buffer.v1.buffer_pb2.SetIntakeResponse]]:
+        """SetIntake pauses or resumes the intake of a partition, for a validation or a maintenance that no training work may
+        run into. While it is paused, AddGroups to it is FAILED_PRECONDITION / INTAKE_PAUSED, ClaimGroups hands out nothing
+        and waits, and no refill claim is shown; what was claimed before goes on, settles and can be sampled. It lasts until
+        it is resumed: steps, epochs, a restart and Restore leave it as it is.
         """
 
     @abc.abstractmethod
@@ -1626,7 +1681,9 @@ class ReplayBufferServicer(metaclass=abc.ABCMeta):
         request: turnout.buffer.v1.buffer_pb2.EvictGroupsRequest,
         context: _ServicerContext,
     ) -> typing.Union[turnout.buffer.v1.buffer_pb2.EvictGroupsResponse, collections.abc.Awaitable[turnout.buffer.v1.buffer_pb2.EvictGroupsResponse]]:
-        """EvictGroups removes groups on the caller's order, in any state but sampled. Unknown ids are counted, not refused."""
+        """EvictGroups removes groups on the caller's order, in any state but sampled. Unknown ids are counted, not refused;
+        those of an unknown partition are all missing. Errors: INVALID_ARGUMENT / TOO_MANY_GROUPS.
+        """
 
     @abc.abstractmethod
     def PutPayload(

@@ -150,17 +150,23 @@ class EvictDue(google.protobuf.message.Message):
 
     PARTITION_FIELD_NUMBER: builtins.int
     STEP_FIELD_NUMBER: builtins.int
+    GROUP_IDS_FIELD_NUMBER: builtins.int
     partition: builtins.str
     """Partition of the groups."""
     step: builtins.int
     """Step at which it was due."""
+    @property
+    def group_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """What left, if more was due than one turn takes; empty: all that was due."""
+
     def __init__(
         self,
         *,
         partition: builtins.str = ...,
         step: builtins.int = ...,
+        group_ids: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["partition", b"partition", "step", b"step"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["group_ids", b"group_ids", "partition", b"partition", "step", b"step"]) -> None: ...
 
 Global___EvictDue: typing_extensions.TypeAlias = EvictDue
 
@@ -322,6 +328,7 @@ class Record(google.protobuf.message.Message):
     HOLD_FIELD_NUMBER: builtins.int
     UNHOLD_FIELD_NUMBER: builtins.int
     ACK_FIELD_NUMBER: builtins.int
+    SET_INTAKE_FIELD_NUMBER: builtins.int
     now: builtins.float
     """When it was made, domain seconds."""
     wall: builtins.float
@@ -368,6 +375,8 @@ class Record(google.protobuf.message.Message):
     """A checkpoint of this id begins; it holds every external payload that the run names now."""
     unhold: builtins.str
     """The checkpoint of this id is gone, or did not come about."""
+    set_intake: builtins.bytes
+    """SetIntake."""
     @property
     def boot(self) -> Global___Boot:
         """The service started."""
@@ -449,10 +458,11 @@ class Record(google.protobuf.message.Message):
         hold: builtins.str = ...,
         unhold: builtins.str = ...,
         ack: Global___Ack | None = ...,
+        set_intake: builtins.bytes = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["ack", b"ack", "add_groups", b"add_groups", "boot", b"boot", "claim", b"claim", "commit", b"commit", "create_run", b"create_run", "decision", b"decision", "decline_refill", b"decline_refill", "delete_run", b"delete_run", "evict_due", b"evict_due", "evict_groups", b"evict_groups", "expire", b"expire", "fail_group", b"fail_group", "fail_trajectories", b"fail_trajectories", "finish_batch", b"finish_batch", "finish_group", b"finish_group", "finish_trajectories", b"finish_trajectories", "hold", b"hold", "lease", b"lease", "open_epoch", b"open_epoch", "release", b"release", "release_payload", b"release_payload", "restore_begun", b"restore_begun", "restore_part", b"restore_part", "restored", b"restored", "seal", b"seal", "show_refill", b"show_refill", "step", b"step", "unhold", b"unhold", "update_run", b"update_run", "upload", b"upload"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["ack", b"ack", "add_groups", b"add_groups", "boot", b"boot", "claim", b"claim", "commit", b"commit", "create_run", b"create_run", "decision", b"decision", "decline_refill", b"decline_refill", "delete_run", b"delete_run", "evict_due", b"evict_due", "evict_groups", b"evict_groups", "expire", b"expire", "fail_group", b"fail_group", "fail_trajectories", b"fail_trajectories", "fingerprint", b"fingerprint", "finish_batch", b"finish_batch", "finish_group", b"finish_group", "finish_trajectories", b"finish_trajectories", "hold", b"hold", "lease", b"lease", "now", b"now", "open_epoch", b"open_epoch", "release", b"release", "release_payload", b"release_payload", "request_id", b"request_id", "restore_begun", b"restore_begun", "restore_part", b"restore_part", "restored", b"restored", "seal", b"seal", "show_refill", b"show_refill", "step", b"step", "unhold", b"unhold", "update_run", b"update_run", "upload", b"upload", "wall", b"wall"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["decision", b"decision"]) -> typing.Literal["boot", "create_run", "delete_run", "update_run", "open_epoch", "step", "add_groups", "claim", "finish_trajectories", "finish_batch", "fail_trajectories", "finish_group", "fail_group", "evict_groups", "decline_refill", "evict_due", "show_refill", "lease", "seal", "commit", "release", "release_payload", "expire", "upload", "restore_begun", "restore_part", "restored", "hold", "unhold", "ack"] | None: ...
+    def HasField(self, field_name: typing.Literal["ack", b"ack", "add_groups", b"add_groups", "boot", b"boot", "claim", b"claim", "commit", b"commit", "create_run", b"create_run", "decision", b"decision", "decline_refill", b"decline_refill", "delete_run", b"delete_run", "evict_due", b"evict_due", "evict_groups", b"evict_groups", "expire", b"expire", "fail_group", b"fail_group", "fail_trajectories", b"fail_trajectories", "finish_batch", b"finish_batch", "finish_group", b"finish_group", "finish_trajectories", b"finish_trajectories", "hold", b"hold", "lease", b"lease", "open_epoch", b"open_epoch", "release", b"release", "release_payload", b"release_payload", "restore_begun", b"restore_begun", "restore_part", b"restore_part", "restored", b"restored", "seal", b"seal", "set_intake", b"set_intake", "show_refill", b"show_refill", "step", b"step", "unhold", b"unhold", "update_run", b"update_run", "upload", b"upload"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["ack", b"ack", "add_groups", b"add_groups", "boot", b"boot", "claim", b"claim", "commit", b"commit", "create_run", b"create_run", "decision", b"decision", "decline_refill", b"decline_refill", "delete_run", b"delete_run", "evict_due", b"evict_due", "evict_groups", b"evict_groups", "expire", b"expire", "fail_group", b"fail_group", "fail_trajectories", b"fail_trajectories", "fingerprint", b"fingerprint", "finish_batch", b"finish_batch", "finish_group", b"finish_group", "finish_trajectories", b"finish_trajectories", "hold", b"hold", "lease", b"lease", "now", b"now", "open_epoch", b"open_epoch", "release", b"release", "release_payload", b"release_payload", "request_id", b"request_id", "restore_begun", b"restore_begun", "restore_part", b"restore_part", "restored", b"restored", "seal", b"seal", "set_intake", b"set_intake", "show_refill", b"show_refill", "step", b"step", "unhold", b"unhold", "update_run", b"update_run", "upload", b"upload", "wall", b"wall"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["decision", b"decision"]) -> typing.Literal["boot", "create_run", "delete_run", "update_run", "open_epoch", "step", "add_groups", "claim", "finish_trajectories", "finish_batch", "fail_trajectories", "finish_group", "fail_group", "evict_groups", "decline_refill", "evict_due", "show_refill", "lease", "seal", "commit", "release", "release_payload", "expire", "upload", "restore_begun", "restore_part", "restored", "hold", "unhold", "ack", "set_intake"] | None: ...
 
 Global___Record: typing_extensions.TypeAlias = Record
 
@@ -475,6 +485,9 @@ class PartitionImage(google.protobuf.message.Message):
     EVICTIONS_FIELD_NUMBER: builtins.int
     EVICTION_SPANS_FIELD_NUMBER: builtins.int
     EVICTIONS_SEALED_FIELD_NUMBER: builtins.int
+    INTAKE_PAUSED_FIELD_NUMBER: builtins.int
+    DROPPED_FIELD_NUMBER: builtins.int
+    DROPPED_PUSHED_OUT_FIELD_NUMBER: builtins.int
     name: builtins.str
     """Name."""
     added: builtins.int
@@ -493,6 +506,10 @@ class PartitionImage(google.protobuf.message.Message):
     """Credits that no refill claim asks for."""
     evictions_sealed: builtins.bool
     """Whether the next eviction begins a span of its own."""
+    intake_paused: builtins.bool
+    """Whether intake is paused."""
+    dropped_pushed_out: builtins.int
+    """The highest count of a prompt that others pushed out of these."""
     @property
     def refill_claims(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___RefillClaimImage]:
         """Refill claims that are not paid."""
@@ -508,6 +525,10 @@ class PartitionImage(google.protobuf.message.Message):
     @property
     def eviction_spans(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___EvictionsImage]:
         """Evictions between cursors that were handed out, oldest first."""
+
+    @property
+    def dropped(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[turnout.buffer.v1.buffer_pb2.DroppedPrompt]:
+        """Prompts that were dropped."""
 
     def __init__(
         self,
@@ -525,9 +546,12 @@ class PartitionImage(google.protobuf.message.Message):
         evictions: Global___EvictionsImage | None = ...,
         eviction_spans: collections.abc.Iterable[Global___EvictionsImage] | None = ...,
         evictions_sealed: builtins.bool = ...,
+        intake_paused: builtins.bool = ...,
+        dropped: collections.abc.Iterable[turnout.buffer.v1.buffer_pb2.DroppedPrompt] | None = ...,
+        dropped_pushed_out: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["evictions", b"evictions"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["added", b"added", "committed", b"committed", "credits_cancelled", b"credits_cancelled", "credits_created", b"credits_created", "credits_free", b"credits_free", "credits_paid", b"credits_paid", "ended_refill_claims", b"ended_refill_claims", "eviction_spans", b"eviction_spans", "evictions", b"evictions", "evictions_sealed", b"evictions_sealed", "name", b"name", "refill_claims", b"refill_claims", "supply_ended", b"supply_ended"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["added", b"added", "committed", b"committed", "credits_cancelled", b"credits_cancelled", "credits_created", b"credits_created", "credits_free", b"credits_free", "credits_paid", b"credits_paid", "dropped", b"dropped", "dropped_pushed_out", b"dropped_pushed_out", "ended_refill_claims", b"ended_refill_claims", "eviction_spans", b"eviction_spans", "evictions", b"evictions", "evictions_sealed", b"evictions_sealed", "intake_paused", b"intake_paused", "name", b"name", "refill_claims", b"refill_claims", "supply_ended", b"supply_ended"]) -> None: ...
 
 Global___PartitionImage: typing_extensions.TypeAlias = PartitionImage
 
@@ -872,6 +896,8 @@ class GroupImage(google.protobuf.message.Message):
     RESULTS_FIELD_NUMBER: builtins.int
     PLACED_FIELD_NUMBER: builtins.int
     SMALL_BYTES_FIELD_NUMBER: builtins.int
+    PROMPT_ID_FIELD_NUMBER: builtins.int
+    LONGEST_FIELD_NUMBER: builtins.int
     group_id: builtins.str
     """Its id."""
     sequence: builtins.int
@@ -902,6 +928,10 @@ class GroupImage(google.protobuf.message.Message):
     """
     small_bytes: builtins.int
     """Bytes of the payloads within the results."""
+    prompt_id: builtins.str
+    """What prompt it is, if that is not its id."""
+    longest: builtins.int
+    """Length of its longest finished trajectory."""
     @property
     def prompt(self) -> turnout.buffer.v1.buffer_pb2.Payload:
         """The prompt, as a reference."""
@@ -946,9 +976,11 @@ class GroupImage(google.protobuf.message.Message):
         results: builtins.bytes = ...,
         placed: collections.abc.Iterable[Global___PlacedPayload] | None = ...,
         small_bytes: builtins.int = ...,
+        prompt_id: builtins.str = ...,
+        longest: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["prompt", b"prompt"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["added_at", b"added_at", "born", b"born", "error", b"error", "failed", b"failed", "group_id", b"group_id", "lease_id", b"lease_id", "odd", b"odd", "placed", b"placed", "prompt", b"prompt", "prompt_inline", b"prompt_inline", "reissued", b"reissued", "results", b"results", "sequence", b"sequence", "size", b"size", "small_bytes", b"small_bytes", "started_at", b"started_at", "state", b"state", "tags", b"tags", "zero_variance", b"zero_variance"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["added_at", b"added_at", "born", b"born", "error", b"error", "failed", b"failed", "group_id", b"group_id", "lease_id", b"lease_id", "longest", b"longest", "odd", b"odd", "placed", b"placed", "prompt", b"prompt", "prompt_id", b"prompt_id", "prompt_inline", b"prompt_inline", "reissued", b"reissued", "results", b"results", "sequence", b"sequence", "size", b"size", "small_bytes", b"small_bytes", "started_at", b"started_at", "state", b"state", "tags", b"tags", "zero_variance", b"zero_variance"]) -> None: ...
 
 Global___GroupImage: typing_extensions.TypeAlias = GroupImage
 
