@@ -66,7 +66,9 @@ class Controller:
     async def start(self) -> None:
         """Register the replicas of an agent."""
         for own in self.settings.own_replicas:
-            spec = ReplicaSpec(own.replica_id, own.role, "reference", weights_loaded=self.settings.replica_weights)
+            spec = ReplicaSpec(
+                own.replica_id, own.role, self.settings.own_backend, weights_loaded=self.settings.replica_weights
+            )
             self._prober.watch(await self.fleet.register(spec))
 
     async def open_epoch(self, run_id: str, epoch: int | None) -> int:

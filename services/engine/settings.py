@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from pydantic import Field, field_validator, model_validator
 
@@ -32,11 +33,14 @@ class EngineSettings(ServiceSettings):
     agent: bool = Field(
         False, description="Be a node agent: own the replicas of this node, for a controller elsewhere."
     )
-    replica: Strings = Field(
-        [], description="With --agent: a replica of this node on the reference engine, as ID:ROLE (hybrid, standalone)."
-    )
+    replica: Strings = Field([], description="With --agent: a replica of this node, as ID:ROLE (hybrid, standalone).")
     replica_weights: bool = Field(
         True, description="With --agent: whether the replicas start with weights; otherwise they need an update first."
+    )
+    vllm_config: Path | None = Field(
+        None,
+        description="YAML file with a model and engine arguments: the backend vllm-inproc runs it in this process, and "
+        "so do the replicas of an agent in place of the reference engine.",
     )
     engine_timeout: float = Field(
         120.0, gt=0, le=86400, description="Seconds an engine has for one call, if the caller does not say."
@@ -87,6 +91,11 @@ class EngineSettings(ServiceSettings):
         if self.replica and not self.agent:
             raise ValueError("replica: only an agent has replicas of its own; add --agent, or Register them")
         return self
+
+    @property
+    def own_backend(self) -> str:
+        """What the replicas of an agent run on."""
+        return "vllm-inproc" if self.vllm_config else "reference"
 
     @property
     def own_replicas(self) -> list[OwnReplica]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from services.engine.backends import vllm_http, vllm_inproc
 from services.engine.backends.agent import Agents
 from services.engine.backends.base import Backend
 from services.engine.domain.spec import ReplicaSpec
@@ -17,7 +18,7 @@ from services.engine.settings import EngineSettings
 from services.runtime.clock import Clock
 from services.runtime.errors import invalid_argument
 
-BACKENDS = ("agent", "reference")
+BACKENDS = ("agent", "reference", "vllm-http", "vllm-inproc")
 
 
 class Backends:
@@ -27,6 +28,7 @@ class Backends:
         self._clock = clock
         self._agents = Agents(run_id)
         self._config = reference_config(settings)
+        self._vllm_config = settings.vllm_config
 
     async def open(self, spec: ReplicaSpec) -> Backend:
         """The engine of a replica; INVALID_ARGUMENT / UNKNOWN_BACKEND or UNKNOWN_OPTION names what is wrong."""
@@ -41,9 +43,15 @@ class Backends:
             raise invalid_argument(
                 "spec.options", f"backend {spec.backend} has no option {name!r}", value=name, reason="UNKNOWN_OPTION"
             )
-        if spec.backend == "agent":
-            return await self._agents.open(spec)
-        return ReferenceEngine(spec, self._config, self._clock)
+        match spec.backend:
+            case "agent":
+                return await self._agents.open(spec)
+            case "vllm-http":
+                return await vllm_http.open_backend(spec, self._clock)
+            case "vllm-inproc":
+                return await vllm_inproc.open_backend(spec, self._vllm_config, self._clock)
+            case _:
+                return ReferenceEngine(spec, self._config, self._clock)
 
 
 def reference_config(settings: EngineSettings) -> EngineConfig:

@@ -1,0 +1,1 @@
+"""vLLM as an engine: how it is started, called and kept from hurting itself."""

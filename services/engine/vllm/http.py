@@ -1,0 +1,388 @@
+"""A running vLLM API server with its development routes (VLLM_SERVER_DEV_MODE=1), spoken to over HTTP.
+
+Invariants: every query name is one that the server reads, since it ignores others without a word; an answer counts by
+what it says and not by its status alone; control calls and requests have connections of their own; a route is offered
+if a GET of it is refused for its method, which changes nothing. Others may use the server too: its counts come from its
+metrics, and what they did to its memory from the state of its last sleep.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from http import HTTPStatus
+from typing import Any, Final
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from services.engine.backends.base import engine_dead
+from services.engine.domain.requests import Finish
+from services.engine.domain.spec import KV_CACHE
+from services.engine.vllm import surface as calls
+from services.engine.vllm.residency import TAGS
+from services.engine.vllm.surface import Draw, Reading, Tokens
+from services.runtime.errors import (
+    TurnoutError,
+    aborted,
+    deadline_exceeded,
+    failed_precondition,
+    invalid_argument,
+    unavailable,
+)
+
+CHECK_S: Final = 0.5
+"""Wall seconds for /health while a call is under way; an API server that is alive answers it at once."""
+
+READ_S: Final = 10.0
+"""Wall seconds for reads; whoever asks usually gives up before."""
+
+ROUTES: Final = {
+    calls.SLEEP: "/sleep",
+    calls.WAKE_TAGS: "/wake_up",
+    calls.RELEASE_KV: "/release_kv_cache_memory",
+    calls.PAUSE: "/pause",
+    calls.RESET_RUNNING: "/reset_prefix_cache",
+    calls.RESET_MM: "/reset_mm_cache",
+    calls.RESET_ENCODER: "/reset_encoder_cache",
+    calls.COLLECTIVE_RPC: "/collective_rpc",
+    calls.WEIGHT_TRANSFER: "/update_weights",
+    calls.WEIGHT_SESSIONS: "/start_weight_update",
+    calls.WEIGHT_VERSION: "/update_weight_version",
+}
+"""The POST routes behind the calls."""
+
+ABORT_ROUTE: Final = "/abort_requests"
+FINISHES: Final = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": Finish.ABORT, "repetition": Finish.STOP}
+
+
+async def connect(url: str, transport: httpx.AsyncBaseTransport | None = None) -> HttpSurface:
+    """Look at a server; UNAVAILABLE / ENGINE_UNREACHABLE if none answers, FAILED_PRECONDITION if its routes are off."""
+    surface = HttpSurface(url, transport)
+    try:
+        await surface.find_out()
+    except BaseException:
+        await surface.close()
+        raise
+    return surface
+
+
+class HttpSurface:
+    """One API server."""
+
+    def __init__(self, url: str, transport: httpx.AsyncBaseTransport | None = None) -> None:
+        self.url = url.rstrip("/")
+        self.offers: frozenset[str] = frozenset()
+        self.vocabulary: int | None = None
+        self.longest: int | None = None
+        self.text_only = False
+        self.incarnation = ""
+        self._model = ""
+        # Commands end when the engine is done with them: whoever calls keeps the time.
+        self._control = httpx.AsyncClient(
+            base_url=self.url, transport=transport, timeout=httpx.Timeout(READ_S, read=None), trust_env=False
+        )
+        self._data = httpx.AsyncClient(
+            base_url=self.url,
+            transport=transport,
+            timeout=httpx.Timeout(READ_S, read=None, pool=None),
+            limits=httpx.Limits(max_connections=None),
+            trust_env=False,
+        )
+
+    async def find_out(self) -> None:
+        """Ask the server what it is and has."""
+        models = (await self._get("/v1/models")).json()["data"]
+        if not models:
+            raise failed_precondition("NO_MODEL", f"{self.url} serves no model")
+        self._model = models[0]["id"]
+        self.longest = models[0].get("max_model_len")
+        offers = {call for call, route in ROUTES.items() if await self._has(route)}
+        if calls.PAUSE not in offers or not await self._has(ABORT_ROUTE):
+            raise failed_precondition(
+                "DEV_MODE_OFF", f"{self.url} lacks /pause or {ABORT_ROUTE}: start it with VLLM_SERVER_DEV_MODE=1"
+            )
+        # The routes with these query names came together with /pause?mode=.
+        offers |= {calls.PAUSE_MODE, calls.SLEEP_MODE, calls.IS_PAUSED}
+        if calls.RESET_RUNNING in offers:
+            offers |= {calls.RESET_CONNECTORS}
+        config = await self._server_config()
+        self._read_config(config, offers)
+        self.offers = frozenset(offers)
+        if calls.COLLECTIVE_RPC in offers:
+            await self._find_memory_calls()
+        self.incarnation = str((await self._metrics()).get("process_start_time_seconds", ""))
+
+    def _read_config(self, config: Mapping[str, Any], offers: set[str]) -> None:
+        model = config.get("model_config") or {}
+        hf_text = model.get("hf_text_config") or model.get("hf_config") or {}
+        vocabulary = hf_text.get("vocab_size") if isinstance(hf_text, dict) else None
+        self.vocabulary = vocabulary if isinstance(vocabulary, int) else None
+        self.text_only = not model.get("multimodal_config")
+        worker = str((config.get("parallel_config") or {}).get("worker_cls", ""))
+        if not (model.get("enable_sleep_mode") or worker.endswith("SleepingCpuWorker")):
+            offers -= {calls.SLEEP, calls.SLEEP_MODE, calls.RELEASE_KV}
+        if not config.get("weight_transfer_config"):
+            offers -= {calls.WEIGHT_TRANSFER, calls.WEIGHT_SESSIONS}
+
+    async def _server_config(self) -> Mapping[str, Any]:
+        answer = await self._send(self._control.get("/server_info", params={"config_format": "json"}, timeout=READ_S))
+        config = answer.json().get("vllm_config")
+        return config if isinstance(config, dict) else {}
+
+    async def _find_memory_calls(self) -> None:
+        try:
+            await self.collective_rpc("turnout_memory", (), {})
+        except TurnoutError as error:
+            if error.reason == "ENGINE_DEAD":
+                raise
+        else:
+            self.offers |= {calls.MEMORY}
+
+    async def _has(self, route: str) -> bool:
+        answer = await self._request(self._control.get(route, timeout=READ_S))
+        return answer.status_code == HTTPStatus.METHOD_NOT_ALLOWED
+
+    # ---------------------------------------------------------------------------------------------------------- reads
+
+    async def check(self) -> None:
+        try:
+            answer = await self._control.get("/health", timeout=CHECK_S)
+        except httpx.TimeoutException:
+            # A process that hangs is not a dead one: the deadline of the call decides.
+            return
+        except httpx.TransportError as error:
+            raise engine_dead(f"{self.url} does not answer: {type(error).__name__}") from error
+        if answer.status_code == HTTPStatus.SERVICE_UNAVAILABLE:
+            raise engine_dead(f"the engine behind {self.url} has died")
+
+    async def unfinished(self) -> int:
+        metrics = await self._metrics()
+        return int(metrics.get("vllm:num_requests_running", 0) + metrics.get("vllm:num_requests_waiting", 0))
+
+    async def read(self) -> Reading:
+        asleep = (await self._get("/is_sleeping")).json().get("is_sleeping") if calls.SLEEP in self.offers else None
+        paused = (await self._get("/is_paused")).json().get("is_paused")
+        metrics = await self._metrics()
+        tags, level = _last_sleep(metrics)
+        version = None
+        if calls.WEIGHT_VERSION in self.offers:
+            version = (await self._get("/weight_info")).json().get("weight_version")
+        memory = tagged = None
+        if calls.MEMORY in self.offers:
+            workers = await self.collective_rpc("turnout_memory", (), {})
+            memory = sum(worker["used"] for worker in workers)
+            tagged = {tag: sum(worker[tag] for worker in workers) for tag in ("weights", "kv_cache")}
+        return Reading(
+            asleep=asleep,
+            paused=paused,
+            asleep_tags=tags,
+            sleep_level=level,
+            unfinished=int(metrics.get("vllm:num_requests_running", 0) + metrics.get("vllm:num_requests_waiting", 0)),
+            weight_version=version,
+            memory_bytes=memory,
+            tagged_bytes=tagged,
+        )
+
+    async def _metrics(self) -> dict[str, float]:
+        """The samples we need, summed over engines; those of a state by `name{state}`."""
+        found: dict[str, float] = {}
+        for family in text_string_to_metric_families((await self._get("/metrics")).text):
+            if family.name not in _METRICS:
+                continue
+            for sample in family.samples:
+                state = sample.labels.get("sleep_state", "")
+                key = f"{sample.name}{{{state}}}" if state else sample.name
+                found[key] = found.get(key, 0.0) + sample.value
+        return found
+
+    # -------------------------------------------------------------------------------------------------------- commands
+
+    async def sleep(self, level: int, mode: str) -> None:
+        answer = await self._post("/sleep", {"level": str(level), "mode": mode})
+        told = _json(answer).get("level", level)
+        if told != level:
+            raise aborted("ENGINE_FAILED", f"{self.url} slept at level {told}, not {level}")
+
+    async def wake_up(self, tags: Sequence[str] | None) -> None:
+        await self._post("/wake_up", [("tags", tag) for tag in tags or ()])
+
+    async def release_kv_cache(self) -> None:
+        await self._post("/release_kv_cache_memory")
+
+    async def pause(self, mode: str, clear_cache: bool) -> None:
+        await self._post("/pause", {"mode": mode, "clear_cache": _flag(clear_cache)})
+
+    async def resume(self) -> None:
+        await self._post("/resume")
+
+    async def reset_prefix_cache(self, running: bool, connectors: bool) -> bool:
+        query = {"reset_running_requests": _flag(running), "reset_external": _flag(connectors)}
+        # Older servers answer nothing at all; that is no "false".
+        return _json(await self._post("/reset_prefix_cache", query)).get("success", True) is not False
+
+    async def reset_mm_cache(self) -> None:
+        await self._post("/reset_mm_cache")
+
+    async def reset_encoder_cache(self) -> None:
+        await self._post("/reset_encoder_cache")
+
+    async def collective_rpc(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+        body = {"method": method, "args": list(args), "kwargs": dict(kwargs)}
+        answer = await self._send(self._control.post("/collective_rpc", json=body))
+        return list(_json(answer).get("results") or ())
+
+    # --------------------------------------------------------------------------------------------------------- weights
+
+    async def init_transfer(self, info: Mapping[str, Any]) -> None:
+        await self._send(self._control.post("/init_weight_transfer_engine", json={"init_info": dict(info)}))
+
+    async def start_update(self) -> None:
+        await self._post("/start_weight_update")
+
+    async def update_weights(self, info: Any) -> None:
+        await self._send(self._control.post("/update_weights", json={"update_info": info}))
+
+    async def finish_update(self) -> None:
+        await self._send(self._control.post("/finish_weight_update", json={}))
+
+    async def set_version(self, version: str) -> None:
+        await self._send(self._control.post("/update_weight_version", json={"new_version": version}))
+
+    # ------------------------------------------------------------------------------------------------------ generation
+
+    async def abort(self, request_ids: Sequence[str] | None) -> None:
+        # The engine knows a completion by an id of its own making; any other is answered 200 and ends nothing.
+        body = {} if request_ids is None else {"request_ids": [f"cmpl-{each}-0" for each in request_ids]}
+        await self._send(self._control.post(ABORT_ROUTE, json=body))
+
+    async def generate(self, request_id: str, prompt: Sequence[int], draw: Draw) -> AsyncGenerator[Tokens, None]:
+        body: dict[str, Any] = {
+            "model": self._model,
+            "prompt": list(prompt),
+            "max_tokens": draw.max_tokens,
+            "temperature": draw.temperature,
+            "top_p": draw.top_p,
+            "top_k": draw.top_k,
+            "stop_token_ids": list(draw.stop_token_ids),
+            "stream": True,
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": True,
+            "skip_special_tokens": False,
+        }
+        if draw.seed is not None:
+            body["seed"] = draw.seed
+        if draw.logprobs:
+            body["logprobs"] = 0
+        try:
+            headers = {"X-Request-Id": request_id}
+            async with self._data.stream("POST", "/v1/completions", json=body, headers=headers) as answer:
+                if answer.status_code != HTTPStatus.OK:
+                    await answer.aread()
+                    raise self._failed(answer)
+                async for line in answer.aiter_lines():
+                    if not line.startswith("data:"):
+                        continue
+                    data = line.removeprefix("data:").strip()
+                    if data == "[DONE]":
+                        return
+                    tokens = self._read_chunk(json.loads(data), draw.logprobs)
+                    if tokens is not None:
+                        yield tokens
+        except httpx.TransportError as error:
+            await self.check()
+            why = f"{self.url} cut a stream: {type(error).__name__}"
+            raise unavailable("ENGINE_ENDED_STREAM", why) from error
+
+    def _read_chunk(self, chunk: Mapping[str, Any], logprobs: bool) -> Tokens | None:
+        if "error" in chunk:
+            raise aborted("ENGINE_FAILED", f"{self.url} failed in a request: {str(chunk['error'])[:300]}")
+        if not chunk.get("choices"):
+            return None
+        choice = chunk["choices"][0]
+        ids = choice.get("token_ids") or ()
+        values: Sequence[float] = ()
+        if logprobs and ids:
+            values = (choice.get("logprobs") or {}).get("token_logprobs") or ()
+            if len(values) != len(ids):
+                raise aborted("ENGINE_FAILED", f"{self.url} gave {len(values)} log-probabilities for {len(ids)} tokens")
+        reason = choice.get("finish_reason")
+        if reason is not None and reason not in FINISHES:
+            raise aborted("ENGINE_FAILED", f"{self.url} ended a request with {reason!r}")
+        return Tokens(ids, values, FINISHES[reason] if reason is not None else None)
+
+    async def close(self) -> None:
+        await self._control.aclose()
+        await self._data.aclose()
+
+    # ---------------------------------------------------------------------------------------------------------- inside
+
+    async def _get(self, path: str) -> httpx.Response:
+        return await self._send(self._control.get(path, timeout=READ_S))
+
+    async def _post(self, path: str, query: Any = None) -> httpx.Response:
+        return await self._send(self._control.post(path, params=query))
+
+    async def _send(self, request: Any) -> httpx.Response:
+        answer = await self._request(request)
+        if answer.status_code != HTTPStatus.OK:
+            raise self._failed(answer)
+        told = _json(answer)
+        if told.get("error"):
+            raise aborted("ENGINE_FAILED", f"{self.url} failed: {str(told['error'])[:300]}")
+        return answer
+
+    async def _request(self, request: Any) -> httpx.Response:
+        try:
+            answer: httpx.Response = await request
+        except httpx.TimeoutException as error:
+            raise deadline_exceeded("ENGINE_UNRESPONSIVE", f"{self.url} does not answer in time") from error
+        except httpx.TransportError as error:
+            raise unavailable("ENGINE_UNREACHABLE", f"{self.url}: {type(error).__name__}") from error
+        return answer
+
+    def _failed(self, answer: httpx.Response) -> TurnoutError:
+        told = f"{answer.request.url.path} of {self.url} answered {answer.status_code}: {answer.text[:300]}"
+        match answer.status_code:
+            case HTTPStatus.SERVICE_UNAVAILABLE:
+                return engine_dead(told)
+            case HTTPStatus.NOT_FOUND | HTTPStatus.METHOD_NOT_ALLOWED:
+                return failed_precondition("NOT_OFFERED", told)
+            case code if code < HTTPStatus.INTERNAL_SERVER_ERROR:
+                return invalid_argument("request", told, reason="ENGINE_REFUSED")
+            case _:
+                return aborted("ENGINE_FAILED", told)
+
+
+_METRICS: Final = frozenset(
+    {
+        "vllm:num_requests_running",
+        "vllm:num_requests_waiting",
+        "vllm:engine_sleep_state",
+        "process_start_time_seconds",
+    }
+)
+
+
+def _last_sleep(metrics: Mapping[str, float]) -> tuple[frozenset[str] | None, int | None]:
+    """Which tags the last sleep freed, and its level; None if the server does not tell."""
+    awake = metrics.get("vllm:engine_sleep_state{awake}")
+    if awake is None:
+        return None, None
+    if awake:
+        return frozenset(), 0
+    if metrics.get("vllm:engine_sleep_state{discard_all}"):
+        return TAGS, 2
+    return (TAGS, 1) if metrics.get("vllm:engine_sleep_state{weights_offloaded}") else (frozenset({KV_CACHE}), 0)
+
+
+def _flag(value: bool) -> str:
+    return "true" if value else "false"
+
+
+def _json(answer: httpx.Response) -> dict[str, Any]:
+    try:
+        told = answer.json()
+    except ValueError:
+        return {}
+    return told if isinstance(told, dict) else {}
