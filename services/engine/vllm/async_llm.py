@@ -276,7 +276,9 @@ class AsyncLlmSurface:
         # vLLM raises a bare Exception for what fails in its core; only its type for a dead one says more.
         if self.engine.errored or type(error).__name__ == "EngineDeadError":
             return engine_dead("the engine core has died")
-        if isinstance(error, ValueError):
+        # Its own kind of refusal has been a ValueError, and is not any more.
+        refused = any(parent.__name__ in ("ValueError", "VLLMClientError") for parent in type(error).__mro__)
+        if refused:
             return invalid_argument("request", f"vLLM refuses: {describe(error)[:500]}", reason="ENGINE_REFUSED")
         return aborted("ENGINE_FAILED", f"vLLM failed: {describe(error)[:500]}")
 
