@@ -62,6 +62,7 @@ class VllmBackend:
         self._memory: int | None = None
         self._adapter_version: int | None = None
         self._new_version = 0
+        self._update_id = ""
         self._before_update = self._state.weights
         self._doubtful = True
         self._read_before = False
@@ -260,7 +261,7 @@ class VllmBackend:
 
     # -------------------------------------------------------------------------------------------------------- weights
 
-    async def start_weight_update(self, version: int, adapter: bool, timeout: float) -> None:
+    async def start_weight_update(self, update_id: str, version: int, adapter: bool, timeout: float) -> None:
         if adapter:
             raise invalid_argument("adapter", "adapters are not moved through this backend", value=True)
 
@@ -271,7 +272,11 @@ class VllmBackend:
                 self._before_update = self._state.weights
             self._state.updating = True
             self._new_version = version
-            await self._movers.begin()
+            again, self._update_id = update_id == self._update_id, update_id
+            if not again:
+                await self._movers.begin()
+                # A controller that was started again asks once more for what the engine may have finished meanwhile.
+                self._movers.moved = (await self._surface.read()).weight_version == str(version)
 
         await self._do("start_weight_update", work, timeout)
 

@@ -137,7 +137,7 @@ class Movers:
             self._in_session = False
         if calls.WEIGHT_VERSION in self._surface.offers:
             await self._surface.set_version(str(version))
-        self._crc, self.moved = None, False
+        self._crc = None
 
     async def abandon(self) -> None:
         """No more weights come."""
