@@ -1,16 +1,19 @@
 """The engine controller: its parts, put together.
 
-Invariant: whatever acts on the run first passes the fence.
+Invariants: whatever acts on the run first passes the fence; after a restart no engine is believed, every one is probed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import secrets
+from typing import Final
 
 from services.engine.backends.registry import Backends
+from services.engine.book import Book
 from services.engine.commands import Commands
 from services.engine.domain.fence import Fence
+from services.engine.domain.lends import Lends
 from services.engine.domain.operations import OperationLog
 from services.engine.domain.partials import Partials
 from services.engine.domain.spec import ReplicaSpec, Role
@@ -24,11 +27,15 @@ from services.engine.progress import ProgressReader
 from services.engine.reference.faults import FAULTS
 from services.engine.settings import EngineSettings
 from services.engine.slot import Slot
+from services.engine.storage.past import Past
 from services.engine.updating import Updating
 from services.runtime.errors import TurnoutError
 from services.runtime.host import HostContext
 from services.runtime.idempotency import Answers
 from services.runtime.logs import get_logger
+
+FIRST_PROBES_S: Final = 2.0
+"""How long a restart waits for the engines: a healthy one answers in milliseconds, and the others do not get better."""
 
 ABORT_TIMEOUT_S = 5.0
 """Wall seconds that an engine has to end a request; then the controller lets go of it."""
@@ -50,30 +57,78 @@ class Controller:
         self.fence = Fence(settings.run, binds_at_any_call=settings.agent)
         if open_backend is None:
             open_backend = Backends(settings, context.clock, lambda: self.fence.run_id).open
-        self.fleet = Fleet(context.clock, open_backend, settings.probe_timeout)
         # Ids of operations and updates name the incarnation, so that those of an earlier one are never mistaken.
         prefix = self.incarnation[:8]
         self.operations = OperationLog(prefix)
-        fan_out = FanOut(self.operations, context.tasks, context.clock)
+        self._lends, self._updates = Lends(), Updates()
+        self.book = Book(self.fence, self.operations, self._lends, self._updates, self.answers)
+        self.fleet = Fleet(context.clock, open_backend, settings.probe_timeout, self.book)
+        fan_out = FanOut(self.operations, context.tasks, context.clock, self.book)
         faults = FAULTS if settings.fault_injection else frozenset()
         self.commands = Commands(fan_out, frozenset(settings.allow_method) | faults)
-        self.updating = Updating(self.fleet, fan_out, Updates(), context.clock, prefix)
-        self.lending = Lending(self.fleet, fan_out, self.updating)
+        self.updating = Updating(self.fleet, fan_out, self._updates, context.clock, prefix, self.book)
+        self.lending = Lending(self.fleet, fan_out, self.updating, self._lends, self.book)
         self.generations = Generations(self.fleet, context.clock, context.draining, prefix, ABORT_TIMEOUT_S)
         self.progress = ProgressReader(self.fleet, self.generations, context.clock)
         self._prober = Prober(self.fleet, context, settings.probe_interval)
 
-    async def start(self) -> None:
-        """Register the replicas of an agent."""
+    async def start(self, past: Past | None = None) -> None:
+        """Go on with what an earlier controller knew; register the replicas of an agent.
+
+        Returns when the engines were probed, or have taken too long. Raises FAILED_PRECONDITION / RUN_BOUND if the past
+        is that of another run.
+        """
+        if past is not None:
+            await self._restore(past)
         for own in self.settings.own_replicas:
             spec = ReplicaSpec(
                 own.replica_id, own.role, self.settings.own_backend, weights_loaded=self.settings.replica_weights
             )
             self._prober.watch(await self.fleet.register(spec))
 
+    async def _restore(self, past: Past) -> None:
+        self.fence.restore(past.run_id, past.epoch)
+        self._lends.restore(past.lends.values())
+        interrupted = [operation for operation in past.operations.values() if operation.duration is None]
+        for operation in interrupted:
+            operation.interrupt(self.clock.wall())
+        self.operations.restore(past.operations.values())
+        for operation in self.operations.all:
+            self.partials.keep(operation)
+        for (_, request_id), answer in past.answers.items():
+            call, content, at, value = answer.call, answer.fingerprint, answer.at, answer.value
+            self.answers.remember(call, call, request_id, content, at, value)
+        slots = [self.fleet.restore(kept) for kept in past.replicas.values()]
+        self.updating.restore(past.updates.values())
+        for operation in interrupted:
+            self.book.operation(operation)
+        reopened = [self.context.tasks.spawn(f"reopen {slot.replica_id}", self._reopen(slot)) for slot in slots]
+        if reopened:
+            await asyncio.wait(reopened, timeout=FIRST_PROBES_S)
+            self._prober.report()
+            _LOG.info("restored", replicas=len(slots), operations_cut=len(interrupted), epoch=past.epoch)
+        self.context.tasks.spawn("abandon updates", self.updating.abandon_orphans(self.timeout(None)))
+
+    async def _reopen(self, slot: Slot) -> None:
+        while self.fleet.holds(slot):
+            try:
+                await self.fleet.reopen(slot)
+            except TurnoutError as error:
+                _LOG.warning("engine not opened again yet", replica_id=slot.replica_id, reason=error.message)
+                await asyncio.sleep(self.settings.probe_interval)
+            else:
+                break
+        self._prober.watch(slot)
+
+    def suspend(self, suspended: bool) -> None:
+        """Nothing can be stored, so nothing is answered (True); or it can be again."""
+        self._prober.suspended = suspended
+        self._prober.report()
+
     async def open_epoch(self, run_id: str, epoch: int | None) -> int:
         """Fence the trainer before: its commands are refused, its weight updates and its lend are aborted."""
         opened = self.fence.open_epoch(run_id, epoch)
+        self.book.fence()
         # Shielded: a trainer that goes away again leaves no half of it.
         await asyncio.shield(self.context.tasks.spawn("give up for a newer trainer", self._give_up()))
         return opened
@@ -97,6 +152,7 @@ class Controller:
             if not self.fleet.all and not self.fence.epoch:
                 self.fence.run_id = bound_before
             raise
+        self.book.fence()
         if slot.replica_id not in known:
             self._prober.watch(slot)
             if spec.role is Role.HYBRID:

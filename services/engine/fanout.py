@@ -1,7 +1,8 @@
 """Carries an action out on several replicas at once and records what each of them did.
 
 Invariants: every selected replica gets an outcome; one that fails or hangs delays no other; an operation goes on when
-whoever asked for it has gone, and its outcomes are settled one by one while it runs.
+whoever asked for it has gone, and its outcomes are settled one by one while it runs. Nothing reaches an engine before
+it is durable that the operation began, nothing is told of it before it is durable how it ended.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from services.engine.book import Book
 from services.engine.domain.calls import Plan
-from services.engine.domain.operations import Operation, OperationLog, Outcome, OutcomeKind, Shard
+from services.engine.domain.operations import Operation, OperationLog, Origin, Outcome, OutcomeKind, Shard
 from services.engine.slot import Deadline, Slot
 from services.runtime.clock import Clock
 from services.runtime.errors import TurnoutError, internal
@@ -40,12 +42,13 @@ class Result:
 class Target:
     """Which replicas, and how many wall seconds each of them has.
 
-    With `continues` an operation goes on, on those replicas alone that failed in it.
+    With `continues` an operation goes on, on those replicas alone that failed in it. `origin` is the call that asks.
     """
 
     slots: Sequence[Slot]
     timeout: float
     continues: Operation | None = None
+    origin: Origin | None = None
 
 
 Action = Callable[[Slot, Deadline], Awaitable[Result]]
@@ -54,8 +57,9 @@ Action = Callable[[Slot, Deadline], Awaitable[Result]]
 class FanOut:
     """Runs operations."""
 
-    def __init__(self, log: OperationLog, tasks: Supervisor, clock: Clock) -> None:
+    def __init__(self, log: OperationLog, tasks: Supervisor, clock: Clock, book: Book) -> None:
         self.log = log
+        self._book = book
         self._tasks = tasks
         self._clock = clock
 
@@ -69,24 +73,29 @@ class FanOut:
         slots, continues = target.slots, target.continues
         if continues is None:
             operation = self.log.begin(kind, (slot.replica_id for slot in slots), self._clock.wall())
+            operation.origin = target.origin
         else:
             operation, left = continues, continues.reopen()
             slots = [slot for slot in slots if slot.replica_id in left]
             for gone in set(left) - {slot.replica_id for slot in slots}:
                 operation.settle(Outcome(gone, OutcomeKind.SKIPPED, reason="DEREGISTERED"))
+        self._book.operation(operation)
         started = time.monotonic()
 
         async def everywhere() -> None:
             await asyncio.gather(*(self._one(operation, slot, target.timeout, action) for slot in slots))
             operation.end(time.monotonic() - started)
+            self._book.ended(operation)
 
         # Shielded: a caller that goes away takes nothing with it.
         await asyncio.shield(self._tasks.spawn(f"{kind} {operation.operation_id}", everywhere()))
+        await self._book.durable()
         return operation
 
     async def _one(self, operation: Operation, slot: Slot, timeout: float, action: Action) -> None:
         started = time.monotonic()
         try:
+            await self._book.durable()
             result = await action(slot, Deadline(timeout))
         except TurnoutError as error:
             outcome = Outcome.failed(slot.replica_id, error, time.monotonic() - started, slot.shards)
@@ -106,6 +115,7 @@ class FanOut:
                 shards=result.shards,
             )
         operation.settle(outcome)
+        self._book.settled(operation, outcome)
 
 
 async def carry_out(slot: Slot, plan: Plan, deadline: Deadline) -> Result:

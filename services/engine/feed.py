@@ -7,7 +7,7 @@ behind; a replica whose move has failed holds up nobody.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -41,14 +41,14 @@ class Feed:
             for wait in waits:
                 wait.cancel()
 
-    async def chunks(self, first: Callable[[], None], deadline: Deadline) -> AsyncIterator[bytes]:
-        """The chunks as they come; `first` is called before the first one."""
+    async def chunks(self, first: Callable[[], Awaitable[None]], deadline: Deadline) -> AsyncIterator[bytes]:
+        """The chunks as they come; `first` is awaited before the first one."""
         begun = False
         while (item := await self.queue.get()) is not None:
             if isinstance(item, TurnoutError):
                 raise item
             if not begun:
-                first()
+                await first()
                 begun = True
             deadline.restart()
             yield item

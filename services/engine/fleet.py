@@ -11,8 +11,11 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 
 from services.engine.backends.base import Backend
+from services.engine.backends.unopened import unopened
+from services.engine.book import Book
 from services.engine.changes import Changes
 from services.engine.domain.blackout import BlackoutMeter
+from services.engine.domain.kept import Kept
 from services.engine.domain.placement import Placement
 from services.engine.domain.replica import Replica
 from services.engine.domain.spec import ReplicaSpec, Role, Route
@@ -27,7 +30,7 @@ OpenBackend = Callable[[ReplicaSpec], Awaitable[Backend]]
 class Fleet:
     """All replicas of one controller. `probe_timeout` is in wall seconds."""
 
-    def __init__(self, clock: Clock, open_backend: OpenBackend, probe_timeout: float) -> None:
+    def __init__(self, clock: Clock, open_backend: OpenBackend, probe_timeout: float, book: Book) -> None:
         self.placement = Placement()
         self.routes = Changes()
         self.replicas = Changes()
@@ -35,6 +38,7 @@ class Fleet:
         self._clock = clock
         self._open_backend = open_backend
         self._probe_timeout = probe_timeout
+        self._book = book
         self._slots: dict[str, Slot] = {}
         self._known_routes: dict[str, Route] = {}
         self._arriving: dict[str, tuple[ReplicaSpec, asyncio.Event]] = {}
@@ -61,23 +65,45 @@ class Fleet:
         finally:
             del self._arriving[spec.replica_id]
             arrived.set()
-        self._slots[spec.replica_id] = slot
-        self.placement.add(spec.replica_id)
-        slot.changed()
+        self._add(slot)
         return slot
+
+    def restore(self, kept: Kept) -> Slot:
+        """Add a replica that an earlier controller knew; its engine is still to be opened, with `reopen`."""
+        slot = self._slot(Replica.restored(kept), unopened(kept.spec.replica_id))
+        self._add(slot)
+        return slot
+
+    async def reopen(self, slot: Slot) -> None:
+        """Open the engine of a restored replica and probe it. Raises what keeps the engine from being opened."""
+        backend = await self._open_backend(slot.replica.spec)
+        if not self.holds(slot):
+            await backend.close()
+            return
+        slot.backend = backend
+        await slot.probe_in_background()
 
     def deregister(self, replica_id: str) -> Slot:
         """Take a replica out. Whoever calls sends its requests elsewhere and closes the slot."""
         slot = self.get(replica_id)
         del self._slots[replica_id]
         self.placement.remove(replica_id)
+        self._book.removed(replica_id)
         self._changed(slot)
         return slot
+
+    def _slot(self, replica: Replica, backend: Backend) -> Slot:
+        return Slot(replica, backend, self._probe_timeout, self._changed, self._book.durable)
+
+    def _add(self, slot: Slot) -> None:
+        self._slots[slot.replica_id] = slot
+        self.placement.add(slot.replica_id)
+        slot.changed()
 
     async def _open(self, spec: ReplicaSpec) -> Slot:
         backend = await self._open_backend(spec)
         try:
-            return Slot(await self._first_probe(spec, backend), backend, self._probe_timeout, self._changed)
+            return self._slot(await self._first_probe(spec, backend), backend)
         except BaseException:
             await backend.close()
             raise
@@ -152,6 +178,8 @@ class Fleet:
         self.replicas.notify()
         # One that was deregistered may change after another took its id.
         current = self._slots.get(slot.replica_id)
+        if current is slot:
+            self._book.replica(slot.replica)
         route = current.replica.route if current else None
         if self._known_routes.get(slot.replica_id) is route:
             return

@@ -25,6 +25,7 @@ class Prober:
         self._fleet = fleet
         self._context = context
         self._interval = interval
+        self.suspended = False
 
     def watch(self, slot: Slot) -> None:
         """Probe a replica until it is deregistered."""
@@ -44,6 +45,7 @@ class Prober:
                 await asyncio.sleep(SHORTEST_PAUSE_S)
 
     def report(self) -> None:
-        """Tell gRPC health: NOT_SERVING while there are replicas and none of them answers."""
+        """Tell gRPC health: NOT_SERVING while suspended, or while there are replicas and none of them answers."""
         slots = self._fleet.all
-        self._context.set_serving(not slots or any(slot.replica.health is Health.HEALTHY for slot in slots))
+        answers = not slots or any(slot.replica.health is Health.HEALTHY for slot in slots)
+        self._context.set_serving(answers and not self.suspended)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from services.engine.book import Book
 from services.engine.domain.lends import Lends
 from services.engine.domain.operations import Operation
 from services.engine.domain.spec import Health, Role
@@ -22,11 +23,12 @@ from services.runtime.errors import TurnoutError, aborted, invalid_argument, req
 class Lending:
     """The transitions between trainer and generation."""
 
-    def __init__(self, fleet: Fleet, fan_out: FanOut, updating: Updating) -> None:
+    def __init__(self, fleet: Fleet, fan_out: FanOut, updating: Updating, lends: Lends, book: Book) -> None:
         self._fleet = fleet
         self._fan_out = fan_out
         self._updating = updating
-        self._lends = Lends()
+        self._lends = lends
+        self._book = book
 
     async def begin(
         self, lend_id: str, replica_ids: Sequence[str], keep_sessions: bool, timeout: float
@@ -36,6 +38,7 @@ class Lending:
         asked = self._hybrids(replica_ids)
         chosen = asked if replica_ids else [slot for slot in asked if slot.replica.health is Health.HEALTHY]
         members = self._lends.begin(lend_id, (slot.replica_id for slot in chosen))
+        self._book.lend(lend_id)
         if not keep_sessions:
             self._fleet.placement.clear_sessions()
 
@@ -45,6 +48,7 @@ class Lending:
         """A hybrid replica has registered: it takes part in the lend that is open, if one is."""
         lend_id = self._lends.join(slot.replica_id)
         if lend_id:
+            self._book.lend(lend_id)
             await self._hold(lend_id, [slot.replica_id], timeout)
 
     async def _hold(self, lend_id: str, members: Iterable[str], timeout: float) -> Operation:
@@ -88,9 +92,10 @@ class Lending:
         return await self._fan_out.run("FinishLend", Target(self._present(members), timeout), action)
 
     async def abort(self, lend_id: str, timeout: float) -> Operation:
-        """Undo a lend, however far it came; its id never opens again."""
+        """Undo a lend, however far it came; its id never opens again. A repeat frees what is left."""
         require_id("lend_id", lend_id)
         slots = self._present(self._lends.abort(lend_id))
+        self._book.lend(lend_id)
         operation, _ = await self._take_back("AbortLend", slots, timeout)
         return operation
 
@@ -101,7 +106,10 @@ class Lending:
     async def _take_back(self, kind: str, slots: Sequence[Slot], timeout: float) -> tuple[Operation, int]:
         ids = [slot.replica_id for slot in slots]
         interrupted = sum(self._fleet.placement.load(replica_id) for replica_id in ids)
+        open_lend = self._lends.lend_id
         self._lends.reclaim(ids)
+        if open_lend:
+            self._book.lend(open_lend)
         self._fleet.placement.clear_sessions(ids)
         for slot in slots:
             slot.replica.withdraw()
@@ -132,7 +140,10 @@ class Lending:
 
     def forget(self, replica_id: str) -> None:
         """A replica was deregistered."""
+        lend_id = self._lends.lend_id
         self._lends.drop([replica_id])
+        if lend_id:
+            self._book.lend(lend_id)
 
     def _hybrids(self, replica_ids: Iterable[str]) -> list[Slot]:
         ids = list(replica_ids)

@@ -7,8 +7,11 @@ from services.engine.fleet import OpenBackend
 from services.engine.metrics import EngineMetrics
 from services.engine.servicer import EngineControllerServicer
 from services.engine.settings import EngineSettings
+from services.engine.storage.keeper import Keeper
 from services.runtime.clock import Clock
-from services.runtime.host import Build, HostContext, HostedService, ServiceHost
+from services.runtime.errors import TurnoutError
+from services.runtime.host import Build, HostContext, HostedService, ServiceHost, StartError
+from services.runtime.journal import JournalOptions
 from turnout.engine.v1 import engine_pb2_grpc
 
 NAME = "engine"
@@ -22,23 +25,38 @@ class EngineService(HostedService):
     def __init__(self, context: HostContext, settings: EngineSettings, open_backend: OpenBackend | None) -> None:
         self.controller = Controller(settings, context, open_backend)
         self._context = context
+        self.keeper: Keeper | None = None
+        if settings.data_dir is not None:
+            options = JournalOptions(durability=settings.level)
+            self.keeper = Keeper(self.controller.book, settings.data_dir, options, self.controller.suspend)
 
     def register(self, server: grpc.aio.Server) -> None:
         """Add the servicer."""
         engine_pb2_grpc.add_EngineControllerServicer_to_server(EngineControllerServicer(self.controller), server)
 
     async def start(self) -> None:
-        """Register the replicas of an agent."""
+        """Go on with what is stored, and register the replicas of an agent. Raises StartError."""
         self._context.metrics.register(EngineMetrics(self.controller))
-        await self.controller.start()
+        past = None
+        try:
+            if self.keeper is not None:
+                past = await self.keeper.open()
+            await self.controller.start(past)
+        except (TurnoutError, OSError) as error:
+            raise StartError(str(error)) from error
+        if self.keeper is not None and self.keeper.keeps:
+            self._context.tasks.supervise("engine journal", self.keeper.watch)
+            self._context.tasks.supervise("engine compaction", self.keeper.compact)
 
     async def drain(self) -> None:
         """End the requests."""
         await self.controller.drain()
 
     async def close(self) -> None:
-        """Let go of the engines."""
+        """Let go of the engines, and flush what is stored."""
         await self.controller.close()
+        if self.keeper is not None:
+            await self.keeper.close()
 
 
 def builder(settings: EngineSettings, open_backend: OpenBackend | None = None) -> Build:

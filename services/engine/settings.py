@@ -9,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from services.engine.domain.spec import Role
 from services.runtime.config import ServiceSettings, Strings, settings_config
+from services.runtime.journal import DURABILITY_HELP, Durability
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,15 @@ class EngineSettings(ServiceSettings):
         ["127.0.0.1:50052"],
         min_length=1,
         description="Where to listen: HOST:PORT, [IPV6]:PORT or unix:/PATH. Port 0 takes a free port and prints it.",
+    )
+    data_dir: Path | None = Field(
+        None,
+        description="Directory, on a local disk, for all that must survive a restart; without one nothing does. "
+        "Engines go on without their controller, and are probed when it comes back.",
+    )
+    durability: Durability | None = Field(
+        None,
+        description=f"With a data directory, {DURABILITY_HELP}. Default: os with a data directory, else none.",
     )
     run: str = Field("", description="Serve this run only; unset: the first OpenEpoch or Register decides.")
     agent: bool = Field(
@@ -87,15 +97,26 @@ class EngineSettings(ServiceSettings):
         return value
 
     @model_validator(mode="after")
-    def _agents_only(self) -> EngineSettings:
+    def _fits_together(self) -> EngineSettings:
         if self.replica and not self.agent:
             raise ValueError("replica: only an agent has replicas of its own; add --agent, or Register them")
+        if self.agent and self.data_dir is not None:
+            raise ValueError("data_dir: an agent keeps nothing, its engines end with it")
+        if self.data_dir is None and self.durability not in (None, Durability.NONE):
+            raise ValueError(f"durability: {self.durability} needs a data_dir")
         return self
 
     @property
     def own_backend(self) -> str:
         """What the replicas of an agent run on."""
         return "vllm-inproc" if self.vllm_config else "reference"
+
+    @property
+    def level(self) -> Durability:
+        """The durability that holds."""
+        if self.durability is not None:
+            return self.durability
+        return Durability.NONE if self.data_dir is None else Durability.OS
 
     @property
     def own_replicas(self) -> list[OwnReplica]:

@@ -8,7 +8,7 @@ failed command the engine is probed before anything is planned again. Timeouts a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any, Final, Protocol, TypeVar
 
@@ -80,10 +80,18 @@ class Deadline:
 
 
 class Slot:
-    """A replica and what the controller needs around it. `changed` is called after every change of its state."""
+    """A replica and what the controller needs around it.
+
+    `changed` is called after every change of its state; `durable` is awaited before its engine is told anything.
+    """
 
     def __init__(
-        self, replica: Replica, backend: Backend, probe_timeout: float, changed: Callable[[Slot], None]
+        self,
+        replica: Replica,
+        backend: Backend,
+        probe_timeout: float,
+        changed: Callable[[Slot], None],
+        durable: Callable[[], Awaitable[None]],
     ) -> None:
         self.replica = replica
         self.backend = backend
@@ -92,6 +100,7 @@ class Slot:
         self.shards: Shards = ()
         self._probe_timeout = probe_timeout
         self._changed = changed
+        self._durable = durable
         self._lock = asyncio.Lock()
         self._overdue: asyncio.Task[Any] | None = None
         self._unreached = False
@@ -150,7 +159,16 @@ class Slot:
                     )
 
     async def command(self, work: Awaitable[T], deadline: Deadline) -> T:
-        """Have the engine do something, within the deadline. A failure leaves the state in doubt until a probe."""
+        """Have the engine do something, within the deadline. A failure leaves the state in doubt until a probe.
+
+        What was decided so far is durable before: an engine is never ahead of what is known of it.
+        """
+        try:
+            await self._durable()
+        except BaseException:
+            if isinstance(work, Coroutine):
+                work.close()
+            raise
         task = asyncio.ensure_future(self._guard(work))
         await asyncio.wait({task}, timeout=deadline.left)
         while not task.done() and deadline.left:

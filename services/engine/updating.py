@@ -8,17 +8,18 @@ come; one slow replica holds up the bytes of the others only once it is `BUFFERE
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
+from services.engine.book import Book
 from services.engine.changes import Changes
-from services.engine.domain.belief import UpdateKind
+from services.engine.domain.kept import UpdateKind
 from services.engine.domain.operations import Operation
 from services.engine.domain.rendezvous import Rendezvous
 from services.engine.domain.replica import Replica
 from services.engine.domain.spec import Gpu, Weights
 from services.engine.domain.weights import Update, Updates, require_members, split_waves
-from services.engine.fanout import FanOut, Result, Target, carry_out
+from services.engine.fanout import ALREADY, FanOut, Result, Target, carry_out
 from services.engine.feed import Feed, hand_out
 from services.engine.fleet import Fleet
 from services.engine.slot import Deadline, Slot
@@ -46,16 +47,56 @@ class Ack:
 class Updating:
     """Opens, feeds, commits and aborts transactions."""
 
-    def __init__(self, fleet: Fleet, fan_out: FanOut, updates: Updates, clock: Clock, prefix: str) -> None:
+    def __init__(self, fleet: Fleet, fan_out: FanOut, updates: Updates, clock: Clock, prefix: str, book: Book) -> None:
         self._fleet = fleet
         self._fan_out = fan_out
         self._updates = updates
         self._clock = clock
         self._prefix = prefix
+        self._book = book
         self._next = 1
         self._rendezvous = Rendezvous()
         self._meetings = Changes()
         self._dark_before: dict[str, float] = {}
+        self._orphans: set[str] = set()
+
+    # ------------------------------------------------------------------------------------------------------------
+    # restart
+
+    def restore(self, updates: Iterable[Update]) -> None:
+        """Go on with the transactions of an earlier controller."""
+        self._updates.restore(updates)
+        dark = self._fleet.blackout.total(self._clock.now())
+        for update in self._updates.open:
+            self._dark_before[update.update_id] = dark - update.blackout
+            if not update.answered:
+                self._orphans.add(update.update_id)
+        for slot in self._fleet.all:
+            update_id = slot.replica.update_id
+            if update_id and not self._updates.is_open(update_id):
+                self._orphans.add(update_id)
+
+    async def abandon_orphans(self, timeout: float) -> None:
+        """End for their replicas what nobody can end any more: updates whose begin was not answered, ended ones."""
+        for update_id in sorted(self._orphans):
+            await self._abandon(update_id, timeout)
+
+    async def _abandon(self, update_id: str, timeout: float) -> None:
+        slots = [slot for slot in self._fleet.all if slot.replica.update_id == update_id]
+        update = self._updates.open_one(update_id)
+        if update is not None:
+            update.aborted = True
+            self._close(update)
+        await self._take_out(update_id, update.touched if update else set(), slots, timeout)
+        self._orphans.discard(update_id)
+
+    def answered(self, update: Update) -> None:
+        """The trainer is being told the id of an update."""
+        update.answered = True
+        self._note(update)
+
+    def _note(self, update: Update) -> None:
+        self._book.update(update, self.blackout(update))
 
     # ------------------------------------------------------------------------------------------------------------
     # begin
@@ -76,6 +117,8 @@ class Updating:
         require_non_negative("weight_version", version)
         if not slots:
             raise failed_precondition("NO_REPLICA", "no replica is selected", field="selector")
+        for update_id in sorted(self._orphans & {slot.replica.update_id for slot in slots}):
+            await self._abandon(update_id, timeout)
         for slot in slots:
             slot.replica.check_update(kind, version, adapter=adapter, allow_older=allow_older)
             self._refuse_member_of_another(slot)
@@ -92,6 +135,10 @@ class Updating:
 
     async def _open_wave(self, update: Update, timeout: float) -> Operation:
         wave = set(update.next_wave())
+        self._note(update)
+        return await self._prepare_all(update, wave, timeout)
+
+    async def _prepare_all(self, update: Update, wave: set[str], timeout: float) -> Operation:
         slots = [slot for slot in self._fleet.all if slot.replica_id in wave]
 
         async def action(slot: Slot, deadline: Deadline) -> Result:
@@ -100,12 +147,14 @@ class Updating:
                     return await self._prepare(update, slot, replica, deadline)
             except TurnoutError:
                 update.leave_out(slot.replica_id)
+                self._note(update)
                 raise
 
         return await self._fan_out.run("BeginWeightUpdate", Target(slots, timeout), action)
 
     async def _prepare(self, update: Update, slot: Slot, replica: Replica, deadline: Deadline) -> Result:
-        replica.check_update(update.kind, update.version, adapter=update.adapter, allow_older=update.allow_older)
+        if replica.update_id != update.update_id:
+            replica.check_update(update.kind, update.version, adapter=update.adapter, allow_older=update.allow_older)
         plan = replica.open_update(update.update_id, update.kind, update.keep_requests)
         slot.changed()
         try:
@@ -113,15 +162,20 @@ class Updating:
                 update.tokens_recomputed += await self._tokens_running(slot, deadline)
             result = await carry_out(slot, plan, deadline)
             self._refuse_gone(update, replica)
-            await slot.command(
-                slot.backend.start_weight_update(update.update_id, update.version, update.adapter, deadline.left),
-                deadline,
-            )
-            self._refuse_gone(update, replica)
+            await self._start(update, slot, replica, deadline)
         except TurnoutError:
             await self._let_go(update, slot, replica, deadline)
             raise
         return Result(method=result.method, bytes_freed=result.bytes_freed)
+
+    async def _start(self, update: Update, slot: Slot, replica: Replica, deadline: Deadline) -> None:
+        """Tell the engine of the update, unless this controller has."""
+        if slot.replica_id in update.started:
+            return
+        work = slot.backend.start_weight_update(update.update_id, update.version, update.adapter, deadline.left)
+        await slot.command(work, deadline)
+        self._refuse_gone(update, replica)
+        update.started.add(slot.replica_id)
 
     async def _let_go(self, update: Update, slot: Slot, replica: Replica, deadline: Deadline) -> None:
         """A replica did not get ready: no byte reached it, so it goes on with its old weights if it can."""
@@ -171,11 +225,15 @@ class Updating:
                 async with slot.exclusive(deadline) as replica:
                     self._refuse_gone(update, replica)
                     replica.check_commit()
+                    await self._start(update, slot, replica, deadline)
 
-                    def touch() -> None:
+                    async def touch() -> None:
                         self._refuse_gone(update, replica)
                         replica.touch()
                         update.touched.add(slot.replica_id)
+                        self._note(update)
+                        slot.changed()
+                        await self._book.durable()
 
                     chunks = feed.chunks(touch, deadline)
                     work = slot.backend.update_weights(size, info_json, chunks, deadline.timeout)
@@ -206,6 +264,9 @@ class Updating:
     ) -> tuple[Update, Operation]:
         """Stamp the acknowledged replicas of the wave and let them go on; then open the next wave."""
         update = self._updates.require_open(update_id)
+        if wave_index == update.wave_index - 1:
+            # That wave was committed, and the controller ended before it could say so.
+            return update, await self._go_on(update, acks, timeout)
         update.require_wave(wave_index)
         require_members(update, acks, "acks")
         slots = [slot for slot in self._fleet.all if slot.replica_id in update.wave]
@@ -223,23 +284,41 @@ class Updating:
             return Result()
 
         operation = await self._fan_out.run("CommitWeightUpdate", Target(slots, timeout), action)
+        await self._open_next(update, timeout)
+        return update, operation
+
+    async def _go_on(self, update: Update, acks: Mapping[str, Ack], timeout: float) -> Operation:
+        """Prepare the present wave again, and answer for the one before it."""
+        await self._prepare_all(update, set(update.wave), timeout)
+        await self._open_next(update, timeout)
+
+        async def action(slot: Slot, deadline: Deadline) -> Result:
+            return Result(skipped=ALREADY)
+
+        slots = [slot for slot in self._fleet.all if slot.replica_id in acks]
+        return await self._fan_out.run("CommitWeightUpdate", Target(slots, timeout), action)
+
+    async def _open_next(self, update: Update, timeout: float) -> None:
         while not update.wave and update.later:
             await self._open_wave(update, timeout)
         if update.complete:
             self._close(update)
-        return update, operation
 
     async def _commit(self, update: Update, slot: Slot, replica: Replica, ack: Ack, deadline: Deadline) -> None:
         self._refuse_gone(update, replica)
         replica.check_commit()
         if slot.replica_id not in update.finished:
+            await self._start(update, slot, replica, deadline)
             await slot.command(slot.backend.finish_weight_update(ack.checksum, deadline.left), deadline)
             self._refuse_gone(update, replica)
             update.finished.add(slot.replica_id)
+            self._note(update)
         await slot.carry_out(replica.stamp(update.version, update.adapter), deadline)
         self._refuse_gone(update, replica)
         replica.close_update()
         update.drop(slot.replica_id)
+        self._note(update)
+        slot.changed()
         await slot.refresh(deadline.left)
         if not update.adapter and replica.weights is not Weights.INTACT:
             raise aborted(
@@ -255,8 +334,13 @@ class Updating:
             self._updates.require_open(update_id)
         update.aborted = True
         wave = set(update.wave)
-        slots = [slot for slot in self._fleet.all if slot.replica_id in wave]
+        slots = [slot for slot in self._fleet.all if slot.replica_id in wave or slot.replica.update_id == update_id]
         self._close(update)
+        return await self._take_out(update_id, update.touched, slots, timeout)
+
+    async def _take_out(
+        self, update_id: str, touched_ids: Set[str], slots: Sequence[Slot], timeout: float
+    ) -> tuple[Operation, list[str]]:
         half_updated: list[str] = []
 
         async def action(slot: Slot, deadline: Deadline) -> Result:
@@ -264,14 +348,14 @@ class Updating:
             touched = True
             try:
                 async with slot.exclusive(deadline) as replica:
-                    if replica.update_id != update.update_id:
+                    if replica.update_id != update_id:
                         return Result(skipped="LEFT_UPDATE")
                     work = slot.backend.abort_weight_update(deadline.left)
-                    touched = await slot.command(work, deadline) or slot.replica_id in update.touched
+                    touched = await slot.command(work, deadline) or slot.replica_id in touched_ids
                     await slot.carry_out(replica.plan_abandon(touched), deadline)
                     return Result()
             finally:
-                if slot.replica.update_id == update.update_id:
+                if slot.replica.update_id == update_id:
                     slot.replica.plan_abandon(touched=True)
                 if touched:
                     half_updated.append(slot.replica_id)
@@ -333,9 +417,11 @@ class Updating:
     def forget(self, replica_id: str) -> None:
         """A replica was deregistered or taken back."""
         for update in self._updates.open:
-            update.drop(replica_id)
-            if update.complete:
-                self._close(update)
+            if replica_id in update.wave or replica_id in update.remaining:
+                update.drop(replica_id)
+                self._note(update)
+                if update.complete:
+                    self._close(update)
 
     def _close(self, update: Update) -> None:
         if update.closed:
@@ -347,6 +433,7 @@ class Updating:
         del self._dark_before[update.update_id]
         self._rendezvous.forget(update.update_id)
         self._meetings.notify()
+        self._note(update)
 
     def _refuse_member_of_another(self, slot: Slot) -> None:
         for update in self._updates.open:

@@ -109,6 +109,7 @@ class AgentBackend:
         self._get_run_id = run_id
         self._release = release
         self._update_id = ""
+        self._open_update = ""
 
     @property
     def _run_id(self) -> str:
@@ -127,6 +128,7 @@ class AgentBackend:
         )
         if not answer.replicas:
             raise not_found("REPLICA_NOT_FOUND", f"the agent has no replica {self._replica_id!r}")
+        self._open_update = answer.replicas[0].update_id
         return read_state(answer.replicas[0], answer.incarnation)
 
     async def progress(self) -> EngineProgress:
@@ -149,6 +151,9 @@ class AgentBackend:
     # -------------------------------------------------------------------------------------------------------- commands
 
     async def sleep(self, level: int, timeout: float) -> Shards:
+        if self._open_update:
+            # Whoever sleeps has left it; an agent refuses to put an engine to sleep in the middle of one.
+            await self._abort_update(self._open_update)
         request = pb.SleepRequest(
             run_id=self._run_id,
             selector=self._selector,
@@ -238,8 +243,15 @@ class AgentBackend:
             allow_older=True,
             timeout=write_duration(timeout),
         )
-        answer: pb.BeginWeightUpdateResponse = await self._call(self._agent.control.BeginWeightUpdate(request))
-        self._update_id = answer.update_id
+        try:
+            answer: pb.BeginWeightUpdateResponse = await self._call(self._agent.control.BeginWeightUpdate(request))
+        except TurnoutError as error:
+            if error.reason != "UPDATE_OPEN" or not self._open_update:
+                raise
+            # One of an earlier controller, which nobody goes on with.
+            await self._abort_update(self._open_update)
+            answer = await self._call(self._agent.control.BeginWeightUpdate(request))
+        self._update_id = self._open_update = answer.update_id
 
     async def update_weights(self, size: int, info_json: str, chunks: AsyncIterator[bytes], timeout: float) -> None:
         async def frames() -> AsyncIterator[pb.UpdateWeightsRequest]:
@@ -263,8 +275,14 @@ class AgentBackend:
         await self._operate(self._agent.control.CommitWeightUpdate(request))
 
     async def abort_weight_update(self, timeout: float) -> bool:
-        request = pb.AbortWeightUpdateRequest(run_id=self._run_id, update_id=self._update_id)
+        # An agent that has none open never got a byte for one: the update did not begin there.
+        update_id = self._update_id or self._open_update
+        return bool(update_id) and await self._abort_update(update_id)
+
+    async def _abort_update(self, update_id: str) -> bool:
+        request = pb.AbortWeightUpdateRequest(run_id=self._run_id, update_id=update_id)
         answer: pb.AbortWeightUpdateResponse = await self._call(self._agent.control.AbortWeightUpdate(request))
+        self._update_id = self._open_update = ""
         return self._replica_id in answer.half_updated
 
     # ------------------------------------------------------------------------------------------------------ generation

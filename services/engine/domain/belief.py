@@ -9,8 +9,7 @@ until a full update succeeds.
 from __future__ import annotations
 
 from dataclasses import replace
-from enum import Enum
-from typing import Final
+from typing import Final, Self
 
 from services.engine.domain.calls import (
     Call,
@@ -23,6 +22,7 @@ from services.engine.domain.calls import (
     WakeUp,
 )
 from services.engine.domain.engine_state import EngineState
+from services.engine.domain.kept import Intent, Kept, UpdateKind
 from services.engine.domain.roles import keeps_memory
 from services.engine.domain.spec import (
     ALL_CACHES,
@@ -44,7 +44,7 @@ TEMPORARY: Final = frozenset({"UPDATE_OPEN", "TAG_ASLEEP", "CACHE_OLDER_THAN_WEI
 SENTENCES: Final = {
     "ENGINE_DEAD": "its engine process is gone",
     "ENGINE_UNRESPONSIVE": "its engine does not answer in time",
-    "STATE_UNKNOWN": "a call to its engine failed and it was not probed since",
+    "STATE_UNKNOWN": "its engine was not probed since a call to it failed or the controller started",
     "UPDATE_OPEN": "a weight update is open on it",
     "TAG_ASLEEP": "some of its memory is asleep",
     "WEIGHTS_DISCARDED": "it has no weights; a full weight update is needed",
@@ -54,21 +54,6 @@ SENTENCES: Final = {
     "PAUSED": "it is paused",
     "NOT_LENT": "its GPUs are the trainer's",
 }
-
-
-class Intent(Enum):
-    """What a replica is meant to do with requests."""
-
-    OUT = "out"
-    HOLD = "hold"
-    SERVE = "serve"
-
-
-class UpdateKind(Enum):
-    """In what state a replica receives weights."""
-
-    AWAKE = "awake"
-    ASLEEP = "asleep"
 
 
 class Belief:
@@ -103,7 +88,61 @@ class Belief:
         self._before_update = self.weights
         self._cleared_pause = False
         self._released_kv = False
+        self._may_discard = False
         self.observe(state)
+
+    # ------------------------------------------------------------------------------------------------ what is kept
+
+    @property
+    def kept(self) -> Kept:
+        """What has to outlive the controller."""
+        return Kept(
+            spec=self.spec,
+            weights=Weights.DISCARDED if self._may_discard else self.weights,
+            weight_version=self.weight_version,
+            adapter_version=self.adapter_version,
+            cache_version=self.cache_version,
+            stale_caches=self.stale_caches,
+            intent=self.intent,
+            lend_id=self.lend_id,
+            update_id=self.update_id,
+            update_kind=self.update_kind,
+            unvacated=self.unvacated,
+            must_load=self.must_load,
+            before_update=self._before_update,
+            released_kv=self._released_kv,
+            engine_incarnation=self.state.incarnation,
+            declared_tags=self.state.declared_tags,
+        )
+
+    @classmethod
+    def restored(cls, kept: Kept) -> Self:
+        """A replica as an earlier controller knew it. Until its engine is probed it is good for nothing."""
+        unknown = EngineState(
+            declared_tags=kept.declared_tags,
+            resident_tags=frozenset(),
+            paused=True,
+            incarnation=kept.engine_incarnation,
+        )
+        # The version that counts is the one that is kept; the one of the registration was checked then.
+        replica = cls(replace(kept.spec, weight_version=None), unknown)
+        replica.spec = kept.spec
+        replica.weights = kept.weights
+        replica.weight_version = kept.weight_version
+        replica.adapter_version = kept.adapter_version
+        replica.cache_version = kept.cache_version
+        replica.stale_caches = kept.stale_caches
+        replica.intent = kept.intent
+        replica.lend_id = kept.lend_id
+        replica.update_id = kept.update_id
+        replica.update_kind = kept.update_kind
+        replica.unvacated = kept.unvacated
+        replica.must_load = kept.must_load
+        replica._before_update = kept.before_update
+        replica._released_kv = kept.released_kv
+        replica.health = Health.UNRESPONSIVE
+        replica.uncertain = True
+        return replica
 
     # ------------------------------------------------------------------------------------------------ what is known
 
@@ -193,7 +232,10 @@ class Belief:
         self.uncertain = False
         if replaced:
             self._lose_weights()
-        dropped = state.sleep_level == 2 and WEIGHTS not in state.resident_tags
+            # The new engine knows nothing of an update, nor of the bytes that the former one got.
+            self.close_update()
+        dropped = WEIGHTS not in state.resident_tags and (state.sleep_level == 2 or self._may_discard)
+        self._may_discard = False
         if state.weights is Weights.DISCARDED or dropped:
             self._discard()
         if self.update_id:
@@ -229,9 +271,18 @@ class Belief:
         self._before_update = Weights.DISCARDED
 
     def attempted(self, call: Call) -> None:
-        """A call is about to be made. From now on no request may be sent to an engine that is about to pause."""
-        if isinstance(call, Pause):
-            self.state = replace(self.state, paused=True, pause_mode=call.mode)
+        """A call is about to be made: what it may bring about counts from now on.
+
+        No request may be sent to an engine that is about to pause, and weights may be gone that are about to be
+        dropped.
+        """
+        match call:
+            case Pause(mode=mode):
+                self.state = replace(self.state, paused=True, pause_mode=mode)
+            case Sleep(level=2):
+                self._may_discard = True
+            case _:
+                pass
 
     def applied(self, call: Call) -> None:
         """The engine confirmed a call."""

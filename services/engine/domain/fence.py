@@ -25,6 +25,12 @@ class Fence:
         self.epoch = 0
         self._binds_at_any_call = binds_at_any_call
 
+    def restore(self, run_id: str, epoch: int) -> None:
+        """Go on with what an earlier controller knew; another run is FAILED_PRECONDITION / RUN_BOUND."""
+        if run_id:
+            self.bind(run_id)
+        self.epoch = epoch
+
     def require_run(self, run_id: str) -> None:
         """Refuse other runs with NOT_FOUND / RUN_NOT_FOUND."""
         require_id("run_id", run_id)

@@ -6,13 +6,13 @@ serve; once withdrawn it gets none, whatever its engine is still doing.
 
 from __future__ import annotations
 
-from services.engine.domain.belief import Intent
 from services.engine.domain.calls import (
     Call,
     Plan,
     Resume,
     WakeUp,
 )
+from services.engine.domain.kept import Intent
 from services.engine.domain.memory_plans import MemoryPlans
 from services.engine.domain.roles import keeps_memory, sleep_level
 from services.engine.domain.spec import (

@@ -8,7 +8,9 @@ lent.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import Enum
 from typing import Final
 
 from services.runtime.errors import aborted, failed_precondition, not_found
@@ -17,14 +19,30 @@ CLOSED_KEPT: Final = 1000
 """Closed lend ids that are remembered: a late call comes within seconds, lends last minutes."""
 
 
+class LendState(Enum):
+    """How far a lend is."""
+
+    OPEN = "open"
+    RECLAIMED = "reclaimed"
+    ABORTED = "aborted"
+
+
+@dataclass(frozen=True, slots=True)
+class Lend:
+    """A lend. `members` are those of an open one, or those that an aborted one had."""
+
+    lend_id: str
+    state: LendState
+    members: tuple[str, ...] = ()
+
+
 class Lends:
     """The open lend and the ids of closed ones."""
 
     def __init__(self) -> None:
         self.lend_id = ""
         self.members: tuple[str, ...] = ()
-        self._closed: OrderedDict[str, None] = OrderedDict()
-        self._aborted: OrderedDict[str, None] = OrderedDict()
+        self._closed: OrderedDict[str, Lend] = OrderedDict()
         self._reclaiming: dict[str, int] = {}
 
     def begin(self, lend_id: str, members: Iterable[str]) -> tuple[str, ...]:
@@ -57,12 +75,12 @@ class Lends:
         return self.lend_id
 
     def abort(self, lend_id: str) -> tuple[str, ...]:
-        """Close the lend of this id; returns the replicas to free. One that was aborted before has none left."""
-        if lend_id in self._aborted:
-            return ()
+        """Close the lend of this id; returns the replicas to free. Again: those that are in no other lend."""
+        closed = self._closed.get(lend_id)
+        if closed is not None and closed.state is LendState.ABORTED:
+            return tuple(member for member in closed.members if member not in self.members)
         members = self.require_open(lend_id)
-        self._remember(lend_id)
-        self._aborted[lend_id] = None
+        self._remember(Lend(lend_id, LendState.ABORTED, members))
         self.lend_id, self.members = "", ()
         return members
 
@@ -85,14 +103,34 @@ class Lends:
             gone = set(members)
             self.members = tuple(member for member in self.members if member not in gone)
             if not self.members:
-                self._remember(self.lend_id)
+                self._remember(Lend(self.lend_id, LendState.RECLAIMED))
                 self.lend_id = ""
 
-    def _remember(self, lend_id: str) -> None:
-        self._closed[lend_id] = None
+    def get(self, lend_id: str) -> Lend:
+        """What is known of a lend that is open or was closed."""
+        if lend_id == self.lend_id:
+            return Lend(lend_id, LendState.OPEN, self.members)
+        return self._closed[lend_id]
+
+    @property
+    def all(self) -> Iterator[Lend]:
+        """What is known: the closed ones, oldest first, and the open one."""
+        yield from self._closed.values()
+        if self.lend_id:
+            yield self.get(self.lend_id)
+
+    def restore(self, lends: Iterable[Lend]) -> None:
+        """Go on with what an earlier controller knew, as `all` gave it."""
+        for lend in lends:
+            if lend.state is LendState.OPEN:
+                self.lend_id, self.members = lend.lend_id, lend.members
+            else:
+                self._remember(lend)
+
+    def _remember(self, lend: Lend) -> None:
+        self._closed[lend.lend_id] = lend
         if len(self._closed) > CLOSED_KEPT:
-            oldest, _ = self._closed.popitem(last=False)
-            self._aborted.pop(oldest, None)
+            self._closed.popitem(last=False)
 
     def _refuse_closed(self, lend_id: str) -> None:
         if lend_id in self._closed:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final
 
-from services.runtime.errors import Code, TurnoutError, invalid_argument, not_found
+from services.runtime.errors import Code, TurnoutError, aborted, invalid_argument, not_found
 
 KEPT_OPERATIONS: Final = 10_000
 """The contract's promise; a few megabytes, and about a day of switching every few seconds."""
@@ -75,6 +75,15 @@ class Outcome:
         return cls(replica_id, OutcomeKind.FAILED, error.code, error.reason, error.message, duration, shards=shards)
 
 
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """The repeatable call that began an operation; `fingerprint` tells it from another with that request_id."""
+
+    call: str
+    request_id: str
+    fingerprint: bytes
+
+
 @dataclass(slots=True)
 class Operation:
     """One fan-out or transition. Times are Unix seconds and wall durations."""
@@ -84,6 +93,7 @@ class Operation:
     started_at: float
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     duration: float | None = None
+    origin: Origin | None = None
 
     def settle(self, outcome: Outcome) -> None:
         """Record what a replica did; only a pending outcome changes."""
@@ -101,6 +111,16 @@ class Operation:
     def end(self, duration: float) -> None:
         """Every replica has its outcome."""
         self.duration = duration
+
+    def interrupt(self, wall: float) -> None:
+        """The controller died during it: what those did that have no outcome is not known."""
+        if self.duration is not None:
+            return
+        for replica_id, outcome in self.outcomes.items():
+            if outcome.kind is OutcomeKind.PENDING:
+                why = "the controller ended during the call; what the engine did of it is not known"
+                self.outcomes[replica_id] = Outcome.failed(replica_id, aborted("INTERRUPTED", why), 0.0)
+        self.end(max(0.0, wall - self.started_at))
 
     @property
     def failures(self) -> list[Outcome]:
@@ -152,11 +172,25 @@ class OperationLog:
             del self._by_number[oldest]
         return operation
 
+    def restore(self, operations: Iterable[Operation]) -> None:
+        """Remember operations of earlier controllers, oldest first."""
+        for operation in operations:
+            number = int(operation.operation_id.rpartition("-")[2])
+            self._by_number[number] = operation
+            self._next = max(self._next, number + 1)
+        for number in list(self._by_number)[: -self._kept]:
+            del self._by_number[number]
+
+    @property
+    def all(self) -> Iterable[Operation]:
+        """Those that are remembered, oldest first."""
+        return self._by_number.values()
+
     def get(self, operation_id: str) -> Operation:
         """The operation, or NOT_FOUND / OPERATION_NOT_FOUND."""
-        prefix, _, number = operation_id.rpartition("-")
-        found = self._by_number.get(int(number)) if prefix == self._prefix and number.isdecimal() else None
-        if found is None:
+        number = operation_id.rpartition("-")[2]
+        found = self._by_number.get(int(number)) if number.isascii() and number.isdecimal() else None
+        if found is None or found.operation_id != operation_id:
             raise not_found("OPERATION_NOT_FOUND", f"no operation {operation_id!r}", operation_id=operation_id)
         return found
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Final
 
-from services.engine.domain.operations import Operation
+from services.engine.domain.operations import Operation, Origin
 from services.runtime.errors import invalid_argument
 
 KEPT: Final = 1000
@@ -20,28 +20,33 @@ class Partials:
     """Partial operations by call and request_id."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[tuple[str, str], tuple[bytes, Operation]] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, str], Operation] = OrderedDict()
 
-    def find(self, call: str, request_id: str, content: bytes) -> Operation | None:
+    def find(self, origin: Origin) -> Operation | None:
         """The operation that a repeat goes on with; other content is INVALID_ARGUMENT / REQUEST_ID_REUSED."""
-        known = self._kept.get((call, request_id))
+        known = self._kept.get((origin.call, origin.request_id))
         if known is None:
             return None
-        if known[0] != content:
+        assert known.origin is not None
+        if known.origin.fingerprint != origin.fingerprint:
             raise invalid_argument(
                 "request_id",
-                f"this request_id was used before, by {call} with other content",
-                value=request_id,
+                f"this request_id was used before, by {origin.call} with other content",
+                value=origin.request_id,
                 reason="REQUEST_ID_REUSED",
             )
-        return known[1]
+        return known
 
-    def keep(self, call: str, request_id: str, content: bytes, operation: Operation) -> None:
+    def keep(self, operation: Operation) -> None:
         """Remember an operation that has failures left, forget one that has none."""
-        if not request_id or not operation.failures:
-            self._kept.pop((call, request_id), None)
+        origin = operation.origin
+        if origin is None or not origin.request_id:
             return
-        self._kept[call, request_id] = (content, operation)
-        self._kept.move_to_end((call, request_id))
+        key = (origin.call, origin.request_id)
+        if not operation.failures:
+            self._kept.pop(key, None)
+            return
+        self._kept[key] = operation
+        self._kept.move_to_end(key)
         if len(self._kept) > KEPT:
             self._kept.popitem(last=False)

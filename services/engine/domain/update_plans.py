@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from services.engine.domain.belief import UpdateKind
 from services.engine.domain.calls import (
     Call,
     Pause,
@@ -17,6 +16,7 @@ from services.engine.domain.calls import (
     ResumeKv,
     WakeUp,
 )
+from services.engine.domain.kept import UpdateKind
 from services.engine.domain.memory_plans import MemoryPlans
 from services.engine.domain.roles import keeps_memory, kv_skip
 from services.engine.domain.spec import (
@@ -50,7 +50,8 @@ class UpdatePlans(MemoryPlans):
             raise self._refusal("REPLICA_SERVING", "it serves requests: use kind AWAKE", field="kind")
 
     def open_update(self, update_id: str, kind: UpdateKind, keep: bool) -> Plan:
-        """Take part in a weight update; the plan makes it ready to receive."""
+        """Take part in a weight update; the plan makes it ready to receive. The same update again goes on with it."""
+        again = self.update_id == update_id
         memory_stays = keeps_memory(self.spec) is not None
         if kind is UpdateKind.AWAKE:
             releases = kv_skip(self.spec) is None and KV_CACHE in self.state.resident_tags
@@ -67,11 +68,12 @@ class UpdatePlans(MemoryPlans):
             calls = self._quiesce(PauseMode.ABORT)
             if not memory_stays and WEIGHTS in self.asleep_tags:
                 calls = (*calls, WakeUp(frozenset({WEIGHTS})))
-            if self.spec.role is Role.HYBRID:
+            if self.spec.role is Role.HYBRID and not again:
                 self.unvacated = frozenset(self.spec.gpus)
         self.update_id = update_id
         self.update_kind = kind
-        self._before_update = self.weights
+        if not again:
+            self._before_update = self.weights
         return Plan(calls)
 
     def touch(self) -> None:

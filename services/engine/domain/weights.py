@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from services.engine.domain.belief import UpdateKind
+from services.engine.domain.kept import UpdateKind
 from services.runtime.errors import failed_precondition, invalid_argument, not_found
 
 CLOSED_KEPT: Final = 100
@@ -22,7 +22,8 @@ CLOSED_KEPT: Final = 100
 class Update:
     """One transaction. `blackout` is in domain seconds.
 
-    `opened` is the present wave as it opened, `wave` what is left of it.
+    `opened` is the present wave as it opened, `wave` what is left of it. `started` are the replicas whose engines this
+    very controller has told of it; `answered` says that its id left the controller, without which nobody can end it.
     """
 
     update_id: str
@@ -42,6 +43,8 @@ class Update:
     tokens_recomputed: int = 0
     closed: bool = False
     aborted: bool = False
+    answered: bool = False
+    started: set[str] = field(default_factory=set)
 
     @property
     def remaining(self) -> list[str]:
@@ -103,6 +106,20 @@ class Updates:
         """Remember a transaction that has just opened."""
         update.members = update.wave | set(update.remaining)
         self._known[update.update_id] = update
+        self._trim()
+
+    def restore(self, updates: Iterable[Update]) -> None:
+        """Go on with what an earlier controller knew, oldest first."""
+        for update in updates:
+            self._known[update.update_id] = update
+        self._trim()
+
+    @property
+    def all(self) -> Iterable[Update]:
+        """Those that are remembered, oldest first."""
+        return self._known.values()
+
+    def _trim(self) -> None:
         closed = [key for key, known in self._known.items() if known.closed]
         for key in closed[: max(0, len(closed) - CLOSED_KEPT)]:
             del self._known[key]
@@ -111,6 +128,15 @@ class Updates:
     def open(self) -> list[Update]:
         """The open ones, oldest first."""
         return [update for update in self._known.values() if not update.closed]
+
+    def open_one(self, update_id: str) -> Update | None:
+        """The transaction if it is known and open."""
+        found = self._known.get(update_id)
+        return None if found is None or found.closed else found
+
+    def is_open(self, update_id: str) -> bool:
+        """Whether a transaction is known and open."""
+        return self.open_one(update_id) is not None
 
     def find(self, update_id: str) -> Update:
         """The transaction, open or closed, or NOT_FOUND / UPDATE_UNKNOWN."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
@@ -9,17 +10,17 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 
 from services.engine.controller import Controller
-from services.engine.domain.operations import Operation
+from services.engine.domain.operations import Operation, Origin
 from services.engine.fanout import Target
 from services.engine.slot import Slot
 from services.engine.wire.enums import ROLES
 from services.engine.wire.operations import write_operation
-from services.runtime.errors import require_positive
-from services.runtime.idempotency import fingerprint
+from services.runtime.errors import TurnoutError, require_positive
+from services.runtime.idempotency import Answer, fingerprint
 from services.runtime.waits import duration_seconds
 from turnout.engine.v1 import engine_pb2 as pb
 
-T = TypeVar("T")
+M = TypeVar("M", bound=Message)
 Operable = (
     pb.SleepRequest
     | pb.WakeUpRequest
@@ -69,19 +70,43 @@ class Calls:
 
         async def execute() -> pb.Operation:
             partials = self._controller.partials
-            target = Target(slots, timeout, partials.find(call, request.request_id, content))
-            operation = await run(target)
-            partials.keep(call, request.request_id, content, operation)
+            origin = Origin(call, request.request_id, content)
+            operation = await run(Target(slots, timeout, partials.find(origin), origin))
+            partials.keep(operation)
             return write_operation(succeeded(operation))
 
         return await self._once(request, request.request_id, execute)
 
-    async def _once(self, request: Message, request_id: str, execute: Callable[[], Awaitable[T]]) -> T:
-        """Execute a mutation, or give the answer that its request_id got before."""
+    async def _once(self, request: Message, request_id: str, execute: Callable[[], Awaitable[M]]) -> M:
+        """Execute a mutation, or give the answer that its request_id got before; it leaves once it is durable.
+
+        A caller that goes away cancels nothing: its repeat gets the answer.
+        """
         call = type(request).__name__.removesuffix("Request")
-        now = self._controller.clock.wall()
-        # There is one run, and ids are scoped to the call.
-        return await self._controller.answers.once(call, call, request_id, _content(request), now, execute)
+        return await self._repeatable(call, request_id, _content(request), execute)
+
+    async def _repeatable(self, call: str, request_id: str, content: bytes, execute: Callable[[], Awaitable[M]]) -> M:
+        controller = self._controller
+        now = controller.clock.wall()
+
+        async def recorded() -> M:
+            answer = await execute()
+            if request_id:
+                controller.book.answer(call, request_id, Answer(call, content, now, answer))
+            return answer
+
+        async def once() -> M | TurnoutError:
+            try:
+                # There is one run, and ids are scoped to the call.
+                return await controller.answers.once(call, call, request_id, content, now, recorded)
+            except TurnoutError as error:
+                return error
+
+        answer = await asyncio.shield(controller.context.tasks.spawn(f"{call} {request_id}", once()))
+        if isinstance(answer, TurnoutError):
+            raise answer
+        await controller.book.durable()
+        return answer
 
 
 def _content(request: Message) -> bytes:

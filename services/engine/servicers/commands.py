@@ -111,7 +111,9 @@ class CommandCalls(Calls):
     async def GetOperation(
         self, request: pb.GetOperationRequest, context: Context[pb.GetOperationRequest, pb.GetOperationResponse]
     ) -> pb.GetOperationResponse:
-        operation = self._read(request.run_id).operations.get(request.operation_id)
+        controller = self._read(request.run_id)
+        operation = controller.operations.get(request.operation_id)
+        await controller.book.durable()
         return pb.GetOperationResponse(operation=write_operation(operation))
 
     async def ListOperations(

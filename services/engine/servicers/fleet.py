@@ -63,6 +63,7 @@ class FleetCalls(Calls):
         self, request: pb.ListReplicasRequest, context: Context[pb.ListReplicasRequest, pb.ListReplicasResponse]
     ) -> pb.ListReplicasResponse:
         controller = self._read(request.run_id)
+        await controller.book.durable()
         return pb.ListReplicasResponse(
             replicas=[self._write(slot) for slot in self._select(request.selector)],
             incarnation=controller.incarnation,

@@ -7,7 +7,7 @@ from typing import Final
 
 import grpc.aio
 
-from services.engine.domain.belief import UpdateKind
+from services.engine.domain.kept import UpdateKind
 from services.engine.fleet import Fleet
 from services.engine.servicers.base import Calls, optional_epoch, optional_timeout, succeeded
 from services.engine.updating import Ack
@@ -51,6 +51,7 @@ class WeightCalls(Calls):
                 allow_older=request.allow_older,
                 timeout=timeout,
             )
+            controller.updating.answered(update)
             return pb.BeginWeightUpdateResponse(
                 update_id=update.update_id,
                 wave=_layouts(controller.fleet, update.wave),
@@ -107,7 +108,7 @@ class WeightCalls(Calls):
 
         # A wave is committed once: its number makes the call repeatable.
         wave = f"{request.update_id} {request.wave_index}"
-        return await controller.answers.once("commit", "commit", wave, b"", controller.clock.wall(), execute)
+        return await self._repeatable("CommitWeightUpdate", wave, b"", execute)
 
     async def AbortWeightUpdate(
         self,
@@ -142,6 +143,7 @@ class WeightCalls(Calls):
         for vacated in request.vacated:
             require_non_negative("vacated.bytes_free", vacated.bytes_free)
         missing = controller.updating.vacated(request.update_id, [read_gpu(vacated.gpu) for vacated in request.vacated])
+        await controller.book.durable()
         return pb.ReportVacatedResponse(missing=[write_gpu(gpu) for gpu in missing])
 
 

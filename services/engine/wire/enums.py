@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Generic, TypeVar
 
-from services.engine.domain.belief import UpdateKind
+from services.engine.domain.kept import UpdateKind
 from services.engine.domain.operations import OperationState, OutcomeKind
 from services.engine.domain.requests import Finish
 from services.engine.domain.spec import Cache, Health, PauseMode, Role, Route, Weights

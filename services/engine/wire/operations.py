@@ -28,13 +28,25 @@ def write_operation(operation: Operation) -> pb.Operation:
         operation_id=operation.operation_id,
         kind=operation.kind,
         state=OPERATION_STATES.write(operation.state),
-        outcomes=[_write_outcome(operation.outcomes[key]) for key in sorted(operation.outcomes)],
+        outcomes=[write_outcome(operation.outcomes[key]) for key in sorted(operation.outcomes)],
         started_at=started_at,
         duration=None if operation.duration is None else write_duration(operation.duration),
     )
 
 
-def _write_outcome(outcome: Outcome) -> pb.ReplicaOutcome:
+def read_operation(operation: pb.Operation) -> Operation:
+    """An operation as it was written."""
+    return Operation(
+        operation.operation_id,
+        operation.kind,
+        operation.started_at.ToMicroseconds() / 1e6,
+        {outcome.replica_id: read_outcome(outcome) for outcome in operation.outcomes},
+        operation.duration.ToMicroseconds() / 1e6 if operation.HasField("duration") else None,
+    )
+
+
+def write_outcome(outcome: Outcome) -> pb.ReplicaOutcome:
+    """An outcome as it travels."""
     return pb.ReplicaOutcome(
         replica_id=outcome.replica_id,
         kind=OUTCOME_KINDS.write(outcome.kind),
@@ -45,6 +57,21 @@ def _write_outcome(outcome: Outcome) -> pb.ReplicaOutcome:
         bytes_freed=outcome.bytes_freed,
         method=outcome.method,
         shards=[pb.ShardOutcome(shard=s.shard, ok=s.ok, result_json=s.result_json) for s in outcome.shards],
+    )
+
+
+def read_outcome(outcome: pb.ReplicaOutcome) -> Outcome:
+    """An outcome as it was written."""
+    return Outcome(
+        outcome.replica_id,
+        OUTCOME_KINDS.read("kind", outcome.kind),
+        Code(outcome.code),
+        outcome.reason,
+        outcome.message,
+        outcome.duration.ToMicroseconds() / 1e6,
+        outcome.bytes_freed if outcome.HasField("bytes_freed") else None,
+        outcome.method,
+        read_shards(outcome.shards),
     )
 
 

@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 
-from services.engine.domain.belief import UpdateKind
 from services.engine.domain.fence import Fence
+from services.engine.domain.kept import UpdateKind
 from services.engine.domain.lends import CLOSED_KEPT, Lends
 from services.engine.domain.operations import (
     NAMED_FAILURES,
+    Operation,
     OperationLog,
     OperationState,
+    Origin,
     Outcome,
     OutcomeKind,
 )
@@ -144,20 +146,25 @@ def test_a_repeat_goes_on_with_what_is_left() -> None:
 def test_partial_operations_are_kept_until_they_are_made_good() -> None:
     """By call and request_id; other content is another request."""
     partials = Partials()
-    operation = OperationLog("p").begin("Sleep", ["a"], 0.0)
-    operation.settle(Outcome.failed("a", aborted("X", "no"), 0.0))
-    partials.keep("Sleep", "q", b"content", operation)
-    partials.keep("Sleep", "", b"content", operation)
-    assert partials.find("Sleep", "q", b"content") is operation
-    assert partials.find("Pause", "q", b"content") is None
-    assert partials.find("Sleep", "", b"content") is None
-    assert reason(lambda: partials.find("Sleep", "q", b"other")) == "REQUEST_ID_REUSED"
-    for number in range(KEPT):
-        partials.keep("Sleep", f"q{number}", b"content", operation)
-    assert partials.find("Sleep", "q", b"content") is None
-    operation.reopen()
-    partials.keep("Sleep", "q0", b"content", operation)
-    assert partials.find("Sleep", "q0", b"content") is None
+
+    def failed(call: str, request_id: str) -> Operation:
+        operation = OperationLog("p").begin(call, ["a"], 0.0)
+        operation.origin = Origin(call, request_id, b"content")
+        operation.settle(Outcome.failed("a", aborted("X", "no"), 0.0))
+        partials.keep(operation)
+        return operation
+
+    operation = failed("Sleep", "q")
+    failed("Sleep", "")
+    assert partials.find(Origin("Sleep", "q", b"content")) is operation
+    assert partials.find(Origin("Pause", "q", b"content")) is None
+    assert partials.find(Origin("Sleep", "", b"content")) is None
+    assert reason(lambda: partials.find(Origin("Sleep", "q", b"other"))) == "REQUEST_ID_REUSED"
+    newer = [failed("Sleep", f"q{number}") for number in range(KEPT)]
+    assert partials.find(Origin("Sleep", "q", b"content")) is None
+    newer[0].reopen()
+    partials.keep(newer[0])
+    assert partials.find(Origin("Sleep", "q0", b"content")) is None
 
 
 # ------------------------------------------------------------------------------------------------------------ lends
@@ -171,7 +178,8 @@ def test_one_lend_at_a_time_and_never_twice() -> None:
     assert reason(lambda: lends.begin("m", ["a"])) == "LEND_OPEN"
     assert lends.require_open("l") == ("a", "b")
     assert lends.abort("l") == ("a", "b")
-    assert lends.abort("l") == ()
+    # Again: a repeat frees what the first could not.
+    assert lends.abort("l") == ("a", "b")
     assert reason(lambda: lends.begin("l", ["a"])) == "LEND_CLOSED"
     assert reason(lambda: lends.require_open("l")) == "LEND_CLOSED"
     assert reason(lambda: lends.require_open("x")) == "LEND_UNKNOWN"

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from services.engine.domain.belief import Intent, UpdateKind
 from services.engine.domain.calls import Drain, Pause, Plan, ReleaseKv, ResetCaches, Resume, ResumeKv, Sleep, WakeUp
 from services.engine.domain.engine_state import NATIVE_RELEASE, EngineState
+from services.engine.domain.kept import Intent, UpdateKind
 from services.engine.domain.replica import Replica
 from services.engine.domain.spec import (
     ALL_CACHES,

@@ -12,7 +12,6 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from services.engine.domain.belief import Intent, UpdateKind
 from services.engine.domain.calls import (
     Call,
     Drain,
@@ -26,6 +25,7 @@ from services.engine.domain.calls import (
     WakeUp,
 )
 from services.engine.domain.engine_state import NATIVE_RELEASE, EngineState
+from services.engine.domain.kept import Intent, UpdateKind
 from services.engine.domain.replica import Replica
 from services.engine.domain.spec import (
     ALL_CACHES,

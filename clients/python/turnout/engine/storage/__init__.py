@@ -1,0 +1,1 @@
+"""Generated code of turnout.engine.storage."""

@@ -1,0 +1,1 @@
+"""What the engine controller keeps on disk, and how it comes back."""
