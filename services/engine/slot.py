@@ -170,10 +170,15 @@ class Slot:
                 work.close()
             raise
         task = asyncio.ensure_future(self._guard(work))
-        await asyncio.wait({task}, timeout=deadline.left)
-        while not task.done() and deadline.left:
-            # The deadline was moved meanwhile.
+        try:
             await asyncio.wait({task}, timeout=deadline.left)
+            while not task.done() and deadline.left:
+                # The deadline was moved meanwhile.
+                await asyncio.wait({task}, timeout=deadline.left)
+        except asyncio.CancelledError:
+            # The service stops.
+            task.cancel()
+            raise
         if not task.done():
             self._overdue = task
             task.add_done_callback(lambda _: self.probe_wanted.set())

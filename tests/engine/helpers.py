@@ -133,12 +133,18 @@ async def move_weights(
     chunk: int = 4096,
     replica_ids: Sequence[str] = (),
     wave_index: int = 0,
+    epoch: int | None = None,
 ) -> pb.UpdateWeightsResponse:
     """Send weights through the controller."""
 
     async def frames() -> AsyncIterator[pb.UpdateWeightsRequest]:
         header = pb.UpdateWeightsHeader(
-            run_id=RUN, update_id=update_id, size=len(weights), replica_ids=replica_ids, wave_index=wave_index
+            run_id=RUN,
+            epoch=epoch,
+            update_id=update_id,
+            size=len(weights),
+            replica_ids=replica_ids,
+            wave_index=wave_index,
         )
         yield pb.UpdateWeightsRequest(header=header)
         for start in range(0, len(weights), chunk):
@@ -152,6 +158,7 @@ async def update(
     engine: Engine, selector: pb.ReplicaSelector, version: int, kind: str = "AWAKE", **fields: Any
 ) -> pb.CommitWeightUpdateResponse:
     """A whole weight transaction in one wave; vacated GPUs are reported for kind ASLEEP."""
+    epoch = fields.get("epoch")
     begun = await engine.stub.BeginWeightUpdate(
         pb.BeginWeightUpdateRequest(
             run_id=RUN,
@@ -161,22 +168,27 @@ async def update(
             **fields,
         )
     )
-    await move_weights(engine, begun.update_id)
+    await move_weights(engine, begun.update_id, epoch=epoch)
     acks = [pb.UpdateAck(replica_id=layout.replica_id, ok=True) for layout in begun.wave]
     committed = await engine.stub.CommitWeightUpdate(
-        pb.CommitWeightUpdateRequest(run_id=RUN, update_id=begun.update_id, acks=acks)
+        pb.CommitWeightUpdateRequest(run_id=RUN, epoch=epoch, update_id=begun.update_id, acks=acks)
     )
     if kind == "ASLEEP":
-        await vacate(engine, begun)
+        await vacate(engine, begun, epoch)
     return committed
 
 
-async def vacate(engine: Engine, begun: pb.BeginWeightUpdateResponse) -> pb.ReportVacatedResponse:
+async def vacate(
+    engine: Engine, begun: pb.BeginWeightUpdateResponse, epoch: int | None = None
+) -> pb.ReportVacatedResponse:
     """Report all GPUs of a transaction vacated."""
     gpus = [rank.gpu for layout in begun.wave for rank in layout.ranks]
     return await engine.stub.ReportVacated(
         pb.ReportVacatedRequest(
-            run_id=RUN, update_id=begun.update_id, vacated=[pb.Vacated(gpu=gpu, bytes_free=1) for gpu in gpus]
+            run_id=RUN,
+            epoch=epoch,
+            update_id=begun.update_id,
+            vacated=[pb.Vacated(gpu=gpu, bytes_free=1) for gpu in gpus],
         )
     )
 
