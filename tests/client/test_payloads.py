@@ -111,7 +111,7 @@ def test_buffers_of_any_kind_are_cut_by_bytes() -> None:
     assert size_of(view) == 16
     assert b"".join(chunks(view)) == bytes(16)
     assert size_of([b"ab", bytearray(b"c")]) == 3
-    assert list(chunks([b"ab", bytearray(b"c")])) == [b"ab", b"c"]
+    assert list(chunks([b"ab", bytearray(b"c")])) == [b"abc"]
 
 
 def test_small_payloads_are_inline_and_large_ones_are_uploaded() -> None:

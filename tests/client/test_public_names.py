@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-PACKAGES = ["turnout.client", "turnout.trainer", "turnout.worker"]
+PACKAGES = ["turnout.client", "turnout.stores", "turnout.tensors", "turnout.trainer", "turnout.worker"]
 
 
 @pytest.mark.parametrize("name", PACKAGES)
@@ -35,7 +35,7 @@ def test_importing_opens_nothing() -> None:
     code = (
         "import json, os, threading\n"
         "before = set(os.listdir('/proc/self/fd'))\n"
-        "import turnout.client, turnout.trainer, turnout.worker\n"
+        "import turnout.client, turnout.stores, turnout.trainer, turnout.worker\n"
         "client = turnout.client.BufferClient('127.0.0.1:1')\n"
         "after = [os.readlink(f'/proc/self/fd/{fd}') for fd in os.listdir('/proc/self/fd')\n"
         "         if fd not in before and os.path.exists(f'/proc/self/fd/{fd}')]\n"

@@ -6,6 +6,7 @@ the last event that was yielded; a payload arrives whole and unharmed or raises 
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import AsyncGenerator, Generator, Sequence
 from contextlib import aclosing
@@ -18,10 +19,12 @@ from turnout.client._client import AsyncClient, Client
 from turnout.client._errors import TurnoutError, is_retryable, stream_ended
 from turnout.client._link import Link, iterate_blocking, run_blocking
 from turnout.client._options import ClientOptions
-from turnout.client._payloads import INLINE_BYTES, Bytes, Download, put_frames, size_of
+from turnout.client._payloads import INLINE_BYTES, Bytes, Download, join, put_frames, size_of
 from turnout.client._refills import RefillFn, Refills
 from turnout.client._retry import Attempts, Outage
 from turnout.client._waits import UNFINISHED, Arming, ProgressFn
+
+_log = logging.getLogger("turnout")
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,14 +151,29 @@ class AsyncBufferClient(AsyncClient):
                         armed.from_sequence = event.sequence + 1
                     yield event
 
-    async def payload(self, run_id: str, data: Bytes, content_type: str = "") -> buffer_pb2.Payload:
-        """Return bytes as a Payload: inline up to 256 KiB, uploaded beyond."""
+    async def watch_releases(self, run_id: str, store: str) -> AsyncGenerator[list[buffer_pb2.PayloadRef], None]:
+        """Yield the references of an external store that may be deleted there, until AckReleases has answered them.
+
+        After a cut all that is not acknowledged comes again. It ends when the run is gone and all is acknowledged.
+        """
+        request = buffer_pb2.WatchReleasesRequest(run_id=run_id, store=store)
+        given_up = 0
+        async with aclosing(self._follow(self.calls.WatchReleases, lambda: request)) as messages:
+            async for message in messages:
+                if message.given_up > given_up:
+                    given_up = message.given_up
+                    _log.warning("run %s gave up %d releases that nobody acknowledged in time", run_id, given_up)
+                if message.refs:
+                    yield list(message.refs)
+
+    async def payload(self, run_id: str, data: Bytes | Sequence[Bytes], content_type: str = "") -> buffer_pb2.Payload:
+        """Return bytes, or a sequence of them, as a Payload: inline up to 256 KiB, uploaded beyond."""
         if size_of(data) <= INLINE_BYTES:
-            return buffer_pb2.Payload(inline=bytes(data), content_type=content_type)
+            return buffer_pb2.Payload(inline=join(data), content_type=content_type)
         return buffer_pb2.Payload(ref=await self.put_payload(run_id, data), content_type=content_type)
 
-    async def put_payload(self, run_id: str, data: Bytes) -> buffer_pb2.PayloadRef:
-        """Upload bytes; repeated from the start if the service goes away meanwhile."""
+    async def put_payload(self, run_id: str, data: Bytes | Sequence[Bytes]) -> buffer_pb2.PayloadRef:
+        """Upload bytes, or a sequence of them; repeated from the start if the service goes away meanwhile."""
         link, times = self.link, self.options.timeouts
         attempts = Attempts(
             self.options.retry, self._policy.rng, now=link.now(), total=times.transfer, attempt=times.transfer
@@ -263,11 +281,15 @@ class BufferClient(Client):
         """See AsyncBufferClient."""
         return iterate_blocking(self.core.watch_groups(request))
 
-    def payload(self, run_id: str, data: Bytes, content_type: str = "") -> buffer_pb2.Payload:
+    def watch_releases(self, run_id: str, store: str) -> Generator[list[buffer_pb2.PayloadRef], None, None]:
+        """See AsyncBufferClient."""
+        return iterate_blocking(self.core.watch_releases(run_id, store))
+
+    def payload(self, run_id: str, data: Bytes | Sequence[Bytes], content_type: str = "") -> buffer_pb2.Payload:
         """See AsyncBufferClient."""
         return run_blocking(self.core.payload(run_id, data, content_type))
 
-    def put_payload(self, run_id: str, data: Bytes) -> buffer_pb2.PayloadRef:
+    def put_payload(self, run_id: str, data: Bytes | Sequence[Bytes]) -> buffer_pb2.PayloadRef:
         """See AsyncBufferClient."""
         return run_blocking(self.core.put_payload(run_id, data))
 

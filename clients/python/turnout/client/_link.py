@@ -82,6 +82,10 @@ class Link(Protocol):
         """Call a function of the user; over an asyncio link it may be a coroutine function."""
         ...
 
+    async def blocking(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Call a function that may block for long."""
+        ...
+
     async def unary(self, method: Method, request: Any, timeout: float) -> Any:
         """Make a call with one answer. `request` is a message, or an iterable of messages. Raises TurnoutError."""
         ...
@@ -207,6 +211,10 @@ class BlockingLink:
             raise TypeError(f"{function!r} is a coroutine function; a blocking client needs a plain one")
         return answer
 
+    async def blocking(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Call on this thread."""
+        return function(*arguments)
+
     async def unary(self, method: Method, request: Any, timeout: float) -> Any:
         """Make a call with one answer, blocking."""
         argument = request if method.shape == "unary_unary" else iter(request)
@@ -328,6 +336,10 @@ class AsyncLink:
         """Call, and await the answer if it can be."""
         answer = function(*arguments)
         return await answer if inspect.isawaitable(answer) else answer
+
+    async def blocking(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Call on another thread."""
+        return await asyncio.to_thread(function, *arguments)
 
     async def unary(self, method: Method, request: Any, timeout: float) -> Any:
         """Make a call with one answer."""

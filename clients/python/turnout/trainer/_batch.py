@@ -13,6 +13,8 @@ from typing import Self
 from turnout.buffer.v1 import buffer_pb2
 from turnout.client import AsyncBufferClient, Sampled
 from turnout.client._link import run_blocking
+from turnout.client._payloads import Bytes
+from turnout.stores import Stores
 
 
 class AsyncBatch:
@@ -22,9 +24,17 @@ class AsyncBatch:
     """
 
     def __init__(
-        self, buffer: AsyncBufferClient, sampled: Sampled, *, run_id: str, epoch: int, on_release: Callable[[], None]
+        self,
+        buffer: AsyncBufferClient,
+        sampled: Sampled,
+        stores: Stores,
+        *,
+        run_id: str,
+        epoch: int,
+        on_release: Callable[[], None],
     ) -> None:
         self._buffer = buffer
+        self._stores = stores
         self._run_id = run_id
         self._epoch = epoch
         self._on_release = on_release
@@ -48,19 +58,26 @@ class AsyncBatch:
         """Tokens generated, in the run's unit."""
         return sum(segment.tokens for output in self.outputs for segment in output.segments)
 
-    async def payloads(self) -> list[bytes]:
+    async def payloads(self) -> list[Bytes]:
         """Fetch the payload of every output, in the order of `outputs`; empty bytes for one without.
 
-        Payloads in an external store are not fetched here: their references name them. Raises DataLoss.
+        They are bytes, or read-only memory that a store shares. Raises DataLoss, FailedPrecondition / UNKNOWN_STORE
+        naming what is missing in `TrainerSetup.stores`, and what the stores raise.
         """
         outputs = self.outputs
-        refs = [
-            output.payload.ref for output in outputs if output.payload.HasField("ref") and not output.payload.ref.store
-        ]
-        fetched = self._buffer.get_payloads(self._run_id, refs, lease_id=self.lease_id)
+        refs = [output.payload.ref for output in outputs if output.payload.HasField("ref")]
+        own = [ref for ref in refs if not ref.store]
+        external = [ref for ref in refs if ref.store]
+        by_key: dict[tuple[str, str], Bytes] = {}
+        if external:
+            found = await self._buffer.link.blocking(self._stores.get, external)
+            by_key.update(zip([(ref.store, ref.id) for ref in external], found, strict=True))
+        fetched = self._buffer.get_payloads(self._run_id, own, lease_id=self.lease_id)
         data = [item async for item in fetched]
-        by_id = {ref.id: item for ref, item in zip(refs, data, strict=True)}
-        return [by_id.get(output.payload.ref.id, output.payload.inline) for output in outputs]
+        by_key.update(zip([("", ref.id) for ref in own], data, strict=True))
+        return [
+            by_key.get((output.payload.ref.store, output.payload.ref.id), output.payload.inline) for output in outputs
+        ]
 
     async def commit(self, *, keep_payloads: bool = False) -> None:
         """Declare the groups consumed. Their payloads may go, unless they are kept until the lease time ends."""
@@ -119,7 +136,7 @@ class Batch:
         """Tokens generated, in the run's unit."""
         return self._core.tokens
 
-    def payloads(self) -> list[bytes]:
+    def payloads(self) -> list[Bytes]:
         """See AsyncBatch."""
         return run_blocking(self._core.payloads())
 

@@ -36,6 +36,7 @@ from turnout.client import (
 )
 from turnout.client._payloads import Bytes
 from turnout.scheduler.v1 import events_pb2, scheduler_pb2
+from turnout.stores import StoreOwner, Stores
 from turnout.trainer._batch import AsyncBatch
 from turnout.trainer._heartbeat import Heartbeat
 from turnout.trainer._lending import Lending
@@ -71,6 +72,7 @@ class AsyncTrainerHooks:
         buffer: AsyncBufferClient,
         engine: AsyncEngineClient,
         scheduler: AsyncSchedulerClient,
+        stores: Stores,
         opened: scheduler_pb2.OpenRunResponse,
     ) -> None:
         self.setup = setup
@@ -100,6 +102,10 @@ class AsyncTrainerHooks:
         )
         self._lending = Lending(setup, scheduler, self._weights, epoch=self.epoch, time_scale=self.time_scale)
         self._lending.mode = opened.run.mode
+        self._stores = stores
+        self._owners = [StoreOwner(setup.buffer, setup.run_id, store, setup.options) for store in stores]
+        for owner in self._owners:
+            owner.start()
         self._heartbeat = Heartbeat(setup.scheduler, setup.options, run_id=setup.run_id, epoch=self.epoch)
         self._heartbeat.start()
 
@@ -123,6 +129,7 @@ class AsyncTrainerHooks:
     ) -> Self:
         """The same with clients that exist; the hooks close them in the end."""
         try:
+            stores = Stores(setup.stores)
             if setup.buffer_config is not None:
                 await buffer.calls.CreateRun(
                     buffer_pb2.CreateRunRequest(run_id=setup.run_id, config=setup.buffer_config)
@@ -141,7 +148,7 @@ class AsyncTrainerHooks:
             for client in (buffer, engine, scheduler):
                 await client.close()
             raise
-        return cls(setup, buffer, engine, scheduler, opened)
+        return cls(setup, buffer, engine, scheduler, stores, opened)
 
     @property
     def mode(self) -> events_pb2.Mode.ValueType:
@@ -157,6 +164,9 @@ class AsyncTrainerHooks:
                 )
         finally:
             self._heartbeat.stop()
+            for owner in self._owners:
+                owner.stop()
+            self._stores.close()
             for client in (self.buffer, self.engine, self.scheduler):
                 await client.close()
 
@@ -296,7 +306,9 @@ class AsyncTrainerHooks:
         def released() -> None:
             self._releases[key] = self._releases.get(key, 0) + 1
 
-        return AsyncBatch(self.buffer, sampled, run_id=self.setup.run_id, epoch=self.epoch, on_release=released)
+        return AsyncBatch(
+            self.buffer, sampled, self._stores, run_id=self.setup.run_id, epoch=self.epoch, on_release=released
+        )
 
     async def on_sample_end(
         self, step: int, mini_batch: int, *, tokens: int | None = None, wait_seconds: float | None = None

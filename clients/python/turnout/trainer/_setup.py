@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from turnout.buffer.v1 import buffer_pb2
@@ -9,6 +10,7 @@ from turnout.client import ClientOptions, ProgressFn, RefillFn
 from turnout.client._ids import check_text
 from turnout.engine.v1 import engine_pb2
 from turnout.scheduler.v1 import scheduler_pb2
+from turnout.stores import PayloadStore
 from turnout.trainer._weights import UpdateWeights
 
 
@@ -42,6 +44,9 @@ class TrainerSetup:
     """Whether standalone replicas are updated in two waves, so that some decode all the time."""
     in_flight: engine_pb2.InFlight.ValueType = engine_pb2.IN_FLIGHT_ABORT
     """What happens to running requests of standalone replicas during an update."""
+    stores: Sequence[str | PayloadStore] = ()
+    """External payload stores that batches are read from, and that the hooks delete from what the buffer lets go:
+    "ray", "transferqueue", a URI such as file:///mnt/payloads, or a store of your own."""
     options: ClientOptions = field(default_factory=ClientOptions)
     """How the clients behave."""
 

@@ -13,9 +13,10 @@ from typing import Any
 from google.protobuf.duration_pb2 import Duration
 
 from turnout.buffer.v1 import buffer_pb2
-from turnout.client import AsyncBufferClient, AsyncEngineClient, Generation
+from turnout.client import AsyncEngineClient, Generation
 from turnout.engine.v1 import engine_pb2
 from turnout.worker._job import Job
+from turnout.worker._payloads import Payloads
 from turnout.worker._tokens import TOKENS, TOKENS_AND_LOGPROBS, pack, unpack
 
 RequestFn = Callable[[Job, engine_pb2.GenerateRequest], None]
@@ -39,7 +40,7 @@ class EngineGenerator:
 
     def __init__(
         self,
-        buffer: AsyncBufferClient,
+        payloads: Payloads,
         engine: AsyncEngineClient,
         *,
         max_tokens: int,
@@ -48,7 +49,7 @@ class EngineGenerator:
         reward_fn: RewardFn | None,
         tokenize: TokenizeFn | None,
     ) -> None:
-        self._buffer = buffer
+        self._payloads = payloads
         self._engine = engine
         self._max_tokens = max_tokens
         self._sampling = sampling
@@ -67,7 +68,7 @@ class EngineGenerator:
             prompt_tokens=len(request.prompt_token_ids), segments=[_segment(one) for one in generation.segments]
         )
         data, content_type = pack(generation.token_ids, generation.logprobs)
-        output.payload.CopyFrom(await self._buffer.payload(job.run_id, data, content_type))
+        output.payload.CopyFrom(await self._payloads.make(data, content_type))
         if generation.finish_reason == engine_pb2.FINISH_REASON_ABORT:
             if not generation.token_ids:
                 raise Interrupted("aborted before the first token")

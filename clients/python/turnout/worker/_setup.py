@@ -6,9 +6,10 @@ import os
 import socket
 from dataclasses import dataclass, field
 
-from turnout.client import ClientOptions
+from turnout.client import INLINE_BYTES, ClientOptions
 from turnout.client._ids import check_text
 from turnout.engine.v1 import engine_pb2
+from turnout.stores import PayloadStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,11 @@ class WorkerSetup:
     """Wall seconds to wait for the run to appear in the buffer, at the start and after a restart of the buffer."""
     progress_interval: float = 2.0
     """Wall seconds between batches of progress reports, if jobs report any."""
+    store: str | PayloadStore | None = None
+    """Where payloads go that do not fit into a message: "ray", "transferqueue", a URI such as file:///mnt/payloads, or
+    a store of your own; the buffer itself unless set. The trainer names it in `TrainerSetup.stores`."""
+    inline_bytes: int = INLINE_BYTES
+    """Largest payload that travels inside a message, at most 256 KiB."""
     options: ClientOptions = field(default_factory=ClientOptions)
     """How the clients behave."""
 
@@ -43,6 +49,8 @@ class WorkerSetup:
             check_text(name, getattr(self, name))
         if self.concurrency < 1:
             raise ValueError(f"concurrency must be at least 1, it is {self.concurrency}")
+        if not 0 <= self.inline_bytes <= INLINE_BYTES:
+            raise ValueError(f"inline_bytes must be 0 to {INLINE_BYTES}, it is {self.inline_bytes}")
         if self.max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, it is {self.max_tokens}")
 

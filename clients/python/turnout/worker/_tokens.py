@@ -11,6 +11,8 @@ from array import array
 from collections.abc import Sequence
 from typing import Final
 
+from turnout.client._payloads import Bytes
+
 TOKENS: Final = "application/x-turnout-int32"
 """Content type of token ids."""
 
@@ -28,7 +30,7 @@ def pack(token_ids: Sequence[int], logprobs: Sequence[float] = ()) -> tuple[byte
     return data + _bytes(array("f", logprobs)), TOKENS_AND_LOGPROBS
 
 
-def unpack(data: bytes, content_type: str) -> tuple[list[int], list[float]]:
+def unpack(data: Bytes, content_type: str) -> tuple[list[int], list[float]]:
     """Return token ids and log-probabilities (none if there are none). Raises ValueError for anything else."""
     parts = {TOKENS: 1, TOKENS_AND_LOGPROBS: 2}.get(content_type)
     if parts is None:

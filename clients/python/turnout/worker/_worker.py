@@ -31,10 +31,12 @@ from turnout.client import (
     duration,
     new_request_id,
 )
+from turnout.client._payloads import Bytes
 from turnout.worker._generation import EngineGenerator, Interrupted, RequestFn, RewardFn, TokenizeFn
 from turnout.worker._job import Job
 from turnout.worker._leases import Held, Leases
 from turnout.worker._outbox import Outbox
+from turnout.worker._payloads import Payloads
 from turnout.worker._setup import WorkerSetup, WorkerStats
 
 _log = logging.getLogger("turnout")
@@ -75,13 +77,14 @@ class RolloutWorker:
         self.setup = setup
         self.stats = WorkerStats()
         self._buffer = AsyncBufferClient(setup.buffer, setup.options)
+        self._payloads = Payloads(self._buffer, setup.run_id, setup.store, setup.inline_bytes)
         self._engine: AsyncEngineClient | None = None
         if generate_fn is None:
             if setup.engine is None:
                 raise ValueError("a worker needs an engine target or a generate function")
             self._engine = AsyncEngineClient(setup.engine, setup.options)
             generate_fn = EngineGenerator(
-                self._buffer,
+                self._payloads,
                 self._engine,
                 max_tokens=setup.max_tokens,
                 sampling=setup.sampling,
@@ -106,6 +109,13 @@ class RolloutWorker:
         """Claim nothing more, let finished results out, hand the rest back and end `run`. Not from another thread."""
         self._stopping.set()
 
+    async def payload(self, data: Bytes | Sequence[Bytes], content_type: str = "") -> buffer_pb2.Payload:
+        """Return bytes, or a sequence of them, as the payload of an output: inline if small, else in the store.
+
+        For generate functions of your own, on the worker's event loop.
+        """
+        return await self._payloads.make(data, content_type)
+
     async def run(self) -> WorkerStats:
         """Work until stopped or cancelled; return what was done. Raises RunNotFound if the run does not appear."""
         claiming = asyncio.create_task(self._claim_until_stopped())
@@ -124,6 +134,7 @@ class RolloutWorker:
             await _cancel([*loops, *self._fetching])
             if self._threads is not None:
                 self._threads.shutdown(wait=False, cancel_futures=True)
+            self._payloads.close()
             await self._buffer.close()
             if self._engine is not None:
                 await self._engine.close()
@@ -181,7 +192,7 @@ class RolloutWorker:
 
     def _begin(self, claim: buffer_pb2.Claim) -> None:
         held = self._leases.hold(claim)
-        prompt = asyncio.ensure_future(self._bytes(claim.prompt, claim.token))
+        prompt = asyncio.ensure_future(self._payloads.read(claim.prompt, claim.token))
         # Each trajectory sees its error; without any left, nobody has to.
         prompt.add_done_callback(lambda fetched: fetched.cancelled() or fetched.exception())
         self._fetching.add(prompt)
@@ -256,7 +267,7 @@ class RolloutWorker:
         if trajectory.HasField("partial") and trajectory.partial.outputs:
             partial = trajectory.partial
             for output in partial.outputs:
-                output.payload.inline = await self._bytes(output.payload, claim.token)
+                output.payload.inline = await self._payloads.read(output.payload, claim.token)
         return Job(
             run_id=self.setup.run_id,
             partition=self.setup.partition,
@@ -271,14 +282,6 @@ class RolloutWorker:
             partial=partial,
             report_to=self._note_progress,
         )
-
-    async def _bytes(self, payload: buffer_pb2.Payload, token: buffer_pb2.ClaimToken) -> bytes:
-        if not payload.HasField("ref"):
-            return payload.inline
-        async with contextlib.aclosing(
-            self._buffer.get_payloads(self.setup.run_id, [payload.ref], claim=token)
-        ) as payloads:
-            return await anext(payloads)
 
     async def _generate(self, job: Job) -> Sequence[buffer_pb2.Output]:
         if _is_async(self._generate_fn):
