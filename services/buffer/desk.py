@@ -371,4 +371,6 @@ class Desk:
                         claims=over.claims, leases=over.leases, retained=over.retained, uploads=over.uploads
                     )
                     self.record(run, st.Record(expire=expire), at)
-                self.changed(run, *changed)
+                self.changed(
+                    run, *{partition.name: partition for partition in [*changed, *run.refills_due(at)]}.values()
+                )

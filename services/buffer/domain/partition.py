@@ -268,6 +268,12 @@ class Partition:
             attempt=max(trajectory.attempt for trajectory in group.trajectories),
         )
 
+    def next_refill(self) -> float | None:
+        """When credits that are gathered for a wait may be shown to it, if there are any."""
+        if not self.refill.free or not self.waits.trainers or self.supply_ended or self.intake_paused:
+            return None
+        return self.refill.new_claim_at(next(iter(self.waits.trainers)))
+
     # --------------------------------------------------------------------------------------------------------- reading
 
     def depth(self, step: int, now: float) -> Depth:

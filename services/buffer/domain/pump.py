@@ -39,8 +39,9 @@ def pump(partition: Partition, at: Moment) -> Pumped:
             pumped.evicted_at = step
         trainer = next(iter(partition.waits.trainers.values()))
         if not partition.supply_ended and not partition.intake_paused:
-            pumped.made_claim = partition.refill.free > 0
-            shown = partition.refill.show(trainer.order, partition.state.ids)
+            free = partition.refill.free
+            shown = partition.refill.show(trainer.order, partition.state.ids, at.now)
+            pumped.made_claim = partition.refill.free < free
             pumped.refills = [(trainer, claim) for claim in shown]
     for step, waits in partition.waits.steps():
         _meet(partition, step, waits, at, pumped)

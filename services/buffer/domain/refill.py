@@ -1,9 +1,11 @@
 """RefillBook: the prompts that are owed for evicted groups.
 
 Invariants: created = paid + cancelled + unpaid, and unpaid = free + what the claims have left. One eviction creates one
-credit. A claim is shown to one wait at a time, keeps its id when it is shown again, and is gone once it is paid.
+credit. A claim is shown to one wait at a time, keeps its id when it is shown again, and is gone once it is paid. One
+wait is shown new claims at most every `SPACING_S`; the credits of the meantime are gathered into one.
 """
 
+import math
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,6 +16,11 @@ from services.runtime.errors import failed_precondition, not_found
 # Ended claims remembered, so that declining one late is told from declining one that never was: any that a trainer can
 # still have in hand.
 _REMEMBER = 10_000
+
+
+# Domain seconds, far below what a rollout takes. Where whatever comes is evicted on arrival, a trainer that refills at
+# once would otherwise go round with the buffer as fast as both can.
+SPACING_S = 0.1
 
 
 @dataclass(slots=True, eq=False)
@@ -28,7 +35,17 @@ class RefillClaim:
 class RefillBook:
     """Credits and claims of a partition."""
 
-    __slots__ = ("_claims", "_ended", "_orphans", "cancelled", "created", "free", "paid")
+    __slots__ = (
+        "_claims",
+        "_ended",
+        "_orphans",
+        "_shown_at",
+        "_shown_to",
+        "cancelled",
+        "created",
+        "free",
+        "paid",
+    )
 
     def __init__(self) -> None:
         self.free = 0
@@ -38,6 +55,9 @@ class RefillBook:
         self._claims: dict[str, RefillClaim] = {}
         self._orphans: dict[str, RefillClaim] = {}
         self._ended: OrderedDict[str, None] = OrderedDict()
+        # Waits are numbered from 1.
+        self._shown_to = 0
+        self._shown_at = -math.inf
 
     @property
     def unpaid(self) -> int:
@@ -63,11 +83,16 @@ class RefillBook:
         self.free += credits
         self.created += credits
 
-    def show(self, wait: int, ids: Ids) -> list[RefillClaim]:
+    def new_claim_at(self, wait: int) -> float:
+        """From when on new credits may be shown to this wait."""
+        return self._shown_at + SPACING_S if wait == self._shown_to else -math.inf
+
+    def show(self, wait: int, ids: Ids, now: float) -> list[RefillClaim]:
         """What nobody is told of at present, for this wait: claims of ended waits, then one for new credits."""
         shown = list(self._orphans.values())
         self._orphans.clear()
-        if self.free:
+        if self.free and now >= self.new_claim_at(wait):
+            self._shown_to, self._shown_at = wait, now
             claim = RefillClaim(ids.make("refill"), self.free, wait)
             self._claims[claim.claim_id] = claim
             self.free = 0

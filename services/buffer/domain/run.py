@@ -349,13 +349,14 @@ class Run:
     # ------------------------------------------------------------------------------------------------------------ time
 
     def next_expiry(self) -> float | None:
-        """Domain time at which something ends by itself next, if anything does."""
+        """Domain time at which something ends by itself next, or a refill is to be shown, if anything is."""
         state = self.state
         candidates = (
             state.claims.next_expiry(),
             state.payloads.next_expiry(),
             state.leases.retained.next(),
             state.leases.deadlines.next(),
+            *[partition.next_refill() for partition in self.partitions.values()],
         )
         return min((at for at in candidates if at is not None), default=None)
 
@@ -382,6 +383,11 @@ class Run:
             list(state.leases.retained.pop_due(at.now)),
             state.payloads.expired(at.now),
         )
+
+    def refills_due(self, at: Moment) -> list[Partition]:
+        """The partitions in which a wait may be shown what was gathered for it."""
+        due = ((partition, partition.next_refill()) for partition in self.partitions.values())
+        return [partition for partition, when in due if when is not None and when <= at.now]
 
     def expire(self, over: Expired, at: Moment) -> list[Partition]:
         """End what is over; returns the partitions that changed."""

@@ -4,6 +4,7 @@ Invariants: the same domain functions run as when the decision was made, at the 
 answers come out the same; nobody waits during a replay, so what waits caused was recorded as decisions of its own.
 """
 
+import math
 from collections.abc import Callable
 
 from services.buffer import commands
@@ -143,7 +144,7 @@ def _lease(replay: Replay, run: Run, record: st.Record, at: Moment) -> object:
 
 def _show(replay: Replay, run: Run, record: st.Record, at: Moment) -> object:
     # Shown to nobody who lives; the boot that follows shows it anew.
-    return run.partition(record.show_refill).refill.show(0, run.state.ids)
+    return run.partition(record.show_refill).refill.show(0, run.state.ids, math.inf)
 
 
 def _expire(replay: Replay, run: Run, record: st.Record, at: Moment) -> object:

@@ -11,7 +11,7 @@ from services.buffer.domain.evictions import EvictionLog, EvictionReason
 from services.buffer.domain.ids import Ids
 from services.buffer.domain.outputs import InlinePayload, Payload
 from services.buffer.domain.payloads import MAX_INLINE_BYTES, MemoryPayloadStore, PayloadBook
-from services.buffer.domain.refill import RefillBook
+from services.buffer.domain.refill import SPACING_S, RefillBook
 from services.runtime.errors import Code, TurnoutError
 
 STALE, FLAT, FAILED = EvictionReason.STALE, EvictionReason.ZERO_VARIANCE, EvictionReason.FAILED
@@ -65,13 +65,13 @@ def test_the_log_grows_with_the_waits_and_not_with_the_groups(monkeypatch: pytes
 def test_a_claim_keeps_its_id_and_is_paid_in_parts_and_once() -> None:
     book, ids = RefillBook(), Ids("t")
     book.add(3)
-    [claim] = book.show(1, ids)
+    [claim] = book.show(1, ids, 0.0)
     assert (claim.unpaid, book.unpaid, book.free) == (3, 3, 0)
-    assert book.show(2, ids) == [], "a claim is shown to one wait at a time"
+    assert book.show(2, ids, 0.0) == [], "a claim is shown to one wait at a time"
     assert book.pay(claim.claim_id, 1) == 2
     book.forget_wait(1)
     book.add(1)
-    shown = book.show(2, ids)
+    shown = book.show(2, ids, 0.0)
     assert [(entry.claim_id, entry.unpaid) for entry in shown] == [(claim.claim_id, 2), (shown[1].claim_id, 1)]
     with pytest.raises(TurnoutError) as caught:
         book.pay(claim.claim_id, 3)
@@ -83,17 +83,32 @@ def test_a_claim_keeps_its_id_and_is_paid_in_parts_and_once() -> None:
     assert (book.created, book.paid, book.cancelled, book.unpaid) == (4, 3, 0, 1)
 
 
+def test_new_credits_are_gathered_for_a_wait_that_was_just_shown_some() -> None:
+    """Where everything is evicted on arrival, a claim per eviction makes trainer and buffer go round in circles."""
+    book, ids = RefillBook(), Ids("t")
+    book.add(1)
+    assert [claim.unpaid for claim in book.show(1, ids, 5.0)] == [1]
+    for _ in range(7):
+        book.add(1)
+        assert book.show(1, ids, 5.05) == []
+    assert book.new_claim_at(1) == 5.0 + SPACING_S
+    assert [claim.unpaid for claim in book.show(1, ids, 5.0 + SPACING_S)] == [7]
+    # Another wait is another trainer's turn: it has waited long enough.
+    book.add(2)
+    assert [claim.unpaid for claim in book.show(2, ids, 5.0 + SPACING_S)] == [2]
+
+
 def test_declining_twice_is_fine_and_unknown_claims_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(refill_module, "_REMEMBER", 1)
     book, ids = RefillBook(), Ids("t")
     book.add(2)
-    [first] = book.show(1, ids)
+    [first] = book.show(1, ids, 0.0)
     assert [book.decline(first.claim_id), book.decline(first.claim_id)] == [2, 0]
     book.add(1)
-    [second] = book.show(1, ids)
+    [second] = book.show(1, ids, 1.0)
     book.forget_wait(1)
     assert book.decline(second.claim_id) == 1
-    assert book.show(2, ids) == []
+    assert book.show(2, ids, 0.0) == []
     assert (book.cancelled, book.unpaid) == (3, 0)
     for unknown in ("refill-t-99", first.claim_id):
         with pytest.raises(TurnoutError) as caught:

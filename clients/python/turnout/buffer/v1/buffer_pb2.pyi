@@ -2582,7 +2582,9 @@ Global___WaitProgress: typing_extensions.TypeAlias = WaitProgress
 
 @typing.final
 class RefillDue(google.protobuf.message.Message):
-    """RefillDue asks the waiting trainer for fresh prompts, on its own thread, from inside its wait."""
+    """RefillDue asks the waiting trainer for fresh prompts, on its own thread, from inside its wait. One wait is shown a new
+    claim at most every tenth of a second of domain time: what is evicted meanwhile is gathered into the next.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
