@@ -320,6 +320,33 @@ async def test_parked_calls_end_so_that_they_are_repeated_on_what_was_restored(t
         assert {(await call).code for call in parked} == {Code.UNAVAILABLE}
 
 
+async def test_who_watches_the_groups_is_told_of_a_restore_once(tmp_path: Path) -> None:
+    """Without the event a watcher takes groups that came back for groups that live on after their commit."""
+
+    async def kinds(caller: Caller, count: int) -> list[tuple[str, str]]:
+        call = caller.stub.WatchGroups(pb.WatchGroupsRequest(run_id=caller.run_id, from_sequence=1))
+        told: list[tuple[str, str]] = []
+        async for message in call:
+            told += [(pb.GroupEventKind.Name(one.kind), one.group_id) for one in message.events]
+            if len(told) >= count:
+                break
+        call.cancel()
+        return told
+
+    expected = [(f"GROUP_EVENT_KIND_{kind}", name) for kind, name in (("ADDED", "a"), ("RESTORED", ""), ("ADDED", "b"))]
+    async with running_buffer(data_dir=tmp_path) as buffer:
+        caller = buffer.caller()
+        await caller.create()
+        await caller.checkpoint("s")
+        await caller.add("a")
+        for _ in range(2):
+            await caller.restore("s", request_id="restore")
+        await caller.add("b")
+        assert await kinds(caller, 3) == expected
+    async with running_buffer(data_dir=tmp_path) as buffer:
+        assert await kinds(buffer.caller(), 3) == expected
+
+
 async def test_a_buffer_without_data_directory_offers_no_checkpoints() -> None:
     """A save that would end with the process is none, and the scheduler must be able to say so."""
     async with running_buffer() as buffer:

@@ -28,6 +28,7 @@ class GroupEventKind(Enum):
     EVICTED = 9
     REISSUED = 10
     PROGRESS = 11
+    RESTORED = 12
 
 
 @dataclass(slots=True)

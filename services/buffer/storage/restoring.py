@@ -8,6 +8,7 @@ are born again at the restored step.
 from collections.abc import Iterator
 
 from services.buffer.domain.depth import Counts
+from services.buffer.domain.events import GroupEventKind
 from services.buffer.domain.moment import Moment
 from services.buffer.domain.payloads import PayloadBook, PayloadStore
 from services.buffer.domain.run import Run
@@ -54,6 +55,7 @@ class Restoring:
         """Put the new content in place; the payloads of the old in the own store are left to the caller."""
         old, state = self._old, self.run.state
         state.epoch, state.events, state.step = old.state.epoch, old.state.events, self._step
+        state.events.append(GroupEventKind.RESTORED, "", "", self._step, at.wall)
         state.config = old.state.config
         state.sequence = max(state.sequence, old.state.sequence)
         state.contact_at = at.now

@@ -336,7 +336,7 @@ class _GroupEventKindEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper.
     GROUP_EVENT_KIND_PROGRESS: _GroupEventKind.ValueType  # 11
     """A trajectory reported progress. Coalesced per trajectory, never replayed, and without a sequence number of its own."""
     GROUP_EVENT_KIND_RESTORED: _GroupEventKind.ValueType  # 12
-    """The run was restored: everything before is void, list the groups again."""
+    """The run was restored: everything before is void, list the groups again. It names no partition and no group."""
 
 class GroupEventKind(_GroupEventKind, metaclass=_GroupEventKindEnumTypeWrapper):
     """GroupEventKind tells what happened to a group."""
@@ -366,7 +366,7 @@ GROUP_EVENT_KIND_REISSUED: GroupEventKind.ValueType  # 10
 GROUP_EVENT_KIND_PROGRESS: GroupEventKind.ValueType  # 11
 """A trajectory reported progress. Coalesced per trajectory, never replayed, and without a sequence number of its own."""
 GROUP_EVENT_KIND_RESTORED: GroupEventKind.ValueType  # 12
-"""The run was restored: everything before is void, list the groups again."""
+"""The run was restored: everything before is void, list the groups again. It names no partition and no group."""
 Global___GroupEventKind: typing_extensions.TypeAlias = GroupEventKind
 
 class _WaitOutcome:
