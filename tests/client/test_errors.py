@@ -90,6 +90,7 @@ def test_a_status_without_error_info_is_not_taken_for_the_service() -> None:
         (grpc.StatusCode.CANCELLED, "", True),
         (grpc.StatusCode.CANCELLED, "Locally cancelled by application!", False),
         (grpc.StatusCode.INTERNAL, "Received RST_STREAM with error code 2", True),
+        (grpc.StatusCode.INTERNAL, "Internal error from Core", True),
         (grpc.StatusCode.INTERNAL, "Exception deserializing response!", False),
         (grpc.StatusCode.UNKNOWN, "Stream removed", True),
         (grpc.StatusCode.UNKNOWN, "something else", False),

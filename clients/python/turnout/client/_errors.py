@@ -182,7 +182,8 @@ _CODES: Final = {code.value[0]: code for code in grpc.StatusCode}
 
 _CUT: Final[Mapping[grpc.StatusCode, tuple[str, ...]]] = {
     grpc.StatusCode.CANCELLED: ("",),
-    grpc.StatusCode.INTERNAL: ("RST_STREAM",),
+    # The second one is what asyncio stubs say when the call ends while they are writing, whatever it ended with.
+    grpc.StatusCode.INTERNAL: ("RST_STREAM", "Internal error from Core"),
     grpc.StatusCode.UNKNOWN: ("Stream removed", "stream removed"),
 }
 """What gRPC says, by code and text, when a server dies or a proxy cuts the stream under a call. With an ErrorInfo it is
