@@ -43,6 +43,8 @@ class Desk:
         self.incarnation = secrets.token_hex(8)
         self.journal: Journal | None = None
         self.compaction_due = asyncio.Event()
+        # Somebody was refused since the disk is full.
+        self.space_wanted = asyncio.Event()
         # Held from the first record of a restore to its last, and where a snapshot begins: one that began in between
         # would take the place of the records of half a restore.
         self.restoring = asyncio.Lock()
@@ -100,6 +102,7 @@ class Desk:
     def check_space(self) -> None:
         """Raise RESOURCE_EXHAUSTED / DISK_FULL while the disk has only room for what frees some."""
         if self.journal is not None and self.journal.short_of_space:
+            self.space_wanted.set()
             raise resource_exhausted("DISK_FULL", "the disk of the buffer is full; what frees space still works")
 
     def record(self, run: Run, record: st.Record, at: Moment) -> None:

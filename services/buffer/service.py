@@ -57,6 +57,7 @@ class BufferService(HostedService):
             if self.desk.journal is not None:
                 self._context.tasks.supervise("buffer journal", self.keeper.watch)
                 self._context.tasks.supervise("buffer compaction", self.keeper.compact)
+                self._context.tasks.supervise("buffer reserve", self.keeper.reserve)
         self._context.tasks.supervise("buffer expiry", self.desk.expire)
         self._context.metrics.register(BufferMetrics(self.desk))
 

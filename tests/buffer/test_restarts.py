@@ -203,6 +203,21 @@ async def test_a_disk_without_room_takes_commits_and_nothing_new(
         assert (await caller.evict("b")).evicted == 1
 
 
+async def test_a_disk_that_has_room_again_takes_what_is_new(tmp_path: Path) -> None:
+    """The reserve was given back once; without taking it again the buffer would refuse everything until a restart."""
+    async with running_buffer(data_dir=tmp_path) as buffer:
+        caller = buffer.caller()
+        await caller.create()
+        journal = buffer.desk.journal
+        assert journal is not None
+        await journal.give_back_ballast()
+        assert (await refused(caller.add("a"))).reason == "DISK_FULL"
+        async with asyncio.timeout(20):
+            while journal.short_of_space:  # noqa: ASYNC110 - the disk tells nobody
+                await asyncio.sleep(0.01)
+        assert (await caller.add("a")).added == 1
+
+
 async def test_time_goes_on_over_a_restart_and_leases_begin_anew(tmp_path: Path) -> None:
     """A clock that begins at zero again would end every lease at once, or never."""
     clock = ManualClock(1000.0)

@@ -20,7 +20,7 @@ from services.buffer.storage.externals import ExternalsImaging
 from services.buffer.storage.imaging import RunImaging, answers_part
 from services.buffer.storage.loading import load
 from services.buffer.storage.pauses import Pauses
-from services.runtime.errors import Code, TurnoutError, unavailable
+from services.runtime.errors import Code, TurnoutError, describe, unavailable
 from services.runtime.idempotency import Answer
 from services.runtime.journal import Durability, Journal, JournalOptions, JournalState, open_journal
 from services.runtime.logs import get_logger
@@ -133,6 +133,26 @@ class Keeper:
             self._log.error("could not load again yet", error=str(error))
             return False
         return True
+
+    async def reserve(self, tick: Tick) -> None:
+        """Take the journal's reserve back once the disk has room again, and so accept what needs space; never returns.
+
+        The disk tells nobody, so whoever was refused is the sign to look.
+        """
+        desk, journal = self._desk, self._journal
+        assert journal is not None
+        while True:
+            await desk.space_wanted.wait()
+            desk.space_wanted.clear()
+            tick()
+            if journal.state is JournalState.OPEN and journal.short_of_space:
+                try:
+                    if await journal.take_ballast():
+                        self._log.info("the disk has room again")
+                        continue
+                except OSError as error:
+                    self._log.error("the reserve cannot be taken", detail=describe(error))
+            await asyncio.sleep(RETRY_S)
 
     # -------------------------------------------------------------------------------------------------------- snapshots
 
