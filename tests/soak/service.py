@@ -57,14 +57,17 @@ class Service:
         self._asked = False
         self._over = False
         self._stopping = False
+        self._starting = self._was_full = False
 
     async def start(self) -> None:
         """Begin a life; raises ChildFailed."""
         begun = time.monotonic()
+        self._starting, self._was_full = True, self._disk.full
         spec = service_spec("buffer", *self._arguments)
         child = await Child.start(spec, on_error_line=self._line)
         self._child, self._asked = child, False
         await child.ready(START_S)
+        self._starting = False
         self.lives += 1
         self.target = child.target
         self.ready_at.append(time.monotonic())
@@ -88,7 +91,7 @@ class Service:
                     await self.start()
                     break
                 except ChildFailed as failure:
-                    if self._disk.full:
+                    if self._was_full or self._disk.full:
                         self.refused_starts += 1
                     else:
                         self.faults.append(f"the service did not start: {failure}: {_end_of(failure.last_lines)}")
@@ -151,7 +154,9 @@ class Service:
         try:
             entry: dict[str, Any] = json.loads(line)
         except ValueError:
-            # Not a log line: what Python prints when something was forgotten.
+            # Not a log line: why it does not start, which ChildFailed tells too, or what Python prints at its end.
+            if self._starting and "Traceback" not in line:
+                return
             self.faults.append(f"the service wrote {line!r}")
             return
         level = entry.get("level", "")
