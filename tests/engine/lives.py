@@ -20,6 +20,7 @@ from services.engine.domain.spec import ReplicaSpec
 from services.engine.reference.engine import EngineConfig, ReferenceEngine
 from services.engine.storage.keeper import SCHEMA
 from services.runtime.clock import MonotonicClock
+from services.runtime.errors import unavailable
 from services.runtime.journal import Journal, JournalState, open_journal
 from tests.engine.helpers import Engine, running
 from tests.engine.recorder import Recorder
@@ -81,10 +82,13 @@ class Engines:
         self.clock = MonotonicClock(0.01)
         self.journal: list[tuple[str, str]] = []
         self.by_id: dict[str, ReferenceEngine] = {}
+        self.unreachable: set[str] = set()
         self.disk = SlowDisk()
 
     def opener(self, points: Points) -> Callable[[ReplicaSpec], Awaitable[Backend]]:
         async def open_backend(spec: ReplicaSpec) -> Backend:
+            if spec.replica_id in self.unreachable:
+                raise unavailable("NODE_AWAY", f"nobody answers for {spec.replica_id}")
             engine = self.by_id.get(spec.replica_id)
             if engine is None:
                 engine = ReferenceEngine(spec, EngineConfig(weights_bytes=1 << 16, kv_bytes=1 << 16), self.clock)

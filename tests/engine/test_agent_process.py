@@ -49,12 +49,15 @@ class AgentProcess:
 
 
 @asynccontextmanager
-async def agent(*own: str, listen: str = "127.0.0.1:0", faults: bool = False) -> AsyncIterator[AgentProcess]:
-    """An agent with these replicas; it is gone afterwards, however the test ended."""
+async def agent(
+    *own: str, listen: str = "127.0.0.1:0", faults: bool = False, more: tuple[str, ...] = ()
+) -> AsyncIterator[AgentProcess]:
+    """An agent with these replicas and further options; it is gone afterwards, however the test ended."""
     arguments = ["engine", "serve", "--agent", "--listen", listen, "--time-scale", "0.05"]
     arguments += ["--weights-bytes", "65536", "--kv-bytes", "65536", "--log-level", "error"]
     for replica in own:
         arguments += ["--replica", replica]
+    arguments += more
     if faults:
         arguments.append("--fault-injection")
     process = await asyncio.create_subprocess_exec(TURNOUT, *arguments, stdout=asyncio.subprocess.PIPE)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from pathlib import Path
 
 import grpc.aio
@@ -15,111 +15,14 @@ from tests.engine.helpers import (
     RUN,
     Engine,
     generate,
-    move_weights,
-    register,
     replicas,
     role,
     until,
     update,
-    vacate,
 )
 from tests.engine.lives import Engines, Points, write_down
+from tests.engine.rounds import HYBRID, REGISTERED, STANDALONE, Trainer
 from turnout.engine.v1 import engine_pb2 as pb
-
-HYBRID = ("h0", "h1")
-STANDALONE = ("s0", "s1")
-REGISTERED = 5
-"""Steps until the run has its replicas and its epoch."""
-
-
-class Trainer:
-    """What a trainer does in a round, as steps that it repeats until they are answered."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self.steps: list[Callable[[], Awaitable[object]]] = [
-            *(lambda r=r: register(self.engine, r, "hybrid") for r in HYBRID),
-            *(lambda r=r: register(self.engine, r, "standalone") for r in STANDALONE),
-            self.open_epoch,
-            self.begin_standalone,
-            lambda: self.feed(0),
-            lambda: self.commit(0),
-            lambda: self.feed(1),
-            lambda: self.commit(1),
-            self.begin_lend,
-            self.begin_hybrid,
-            lambda: self.feed(0),
-            lambda: self.commit(0),
-            self.vacated,
-            self.finish_lend,
-            self.reclaim,
-        ]
-        self.begun: pb.BeginWeightUpdateResponse = pb.BeginWeightUpdateResponse()
-        self.wave: list[str] = []
-        self.known: list[str] = []
-        self.at = 0
-
-    async def go(self) -> None:
-        """Take the steps that are left."""
-        while self.at < len(self.steps):
-            await self.steps[self.at]()
-            self.at += 1
-
-    async def open_epoch(self) -> None:
-        answer = await self.engine.stub.OpenEpoch(pb.OpenEpochRequest(run_id=RUN, epoch=1, request_id="epoch"))
-        assert answer.epoch == 1
-
-    async def _begin(self, selector: pb.ReplicaSelector, kind: str, request_id: str, staggered: bool) -> None:
-        self.begun = await self.engine.stub.BeginWeightUpdate(
-            pb.BeginWeightUpdateRequest(
-                run_id=RUN,
-                epoch=1,
-                selector=selector,
-                weight_version=1,
-                kind=pb.UpdateKind.Value(f"UPDATE_KIND_{kind}"),
-                request_id=request_id,
-                staggered=staggered,
-            )
-        )
-        self.wave = [layout.replica_id for layout in self.begun.wave]
-
-    async def begin_standalone(self) -> None:
-        await self._begin(role("standalone"), "AWAKE", "standalone", True)
-
-    async def begin_hybrid(self) -> None:
-        await self._begin(role("hybrid"), "ASLEEP", "hybrid", False)
-
-    async def feed(self, wave_index: int) -> None:
-        moved = await move_weights(self.engine, self.begun.update_id, wave_index=wave_index, epoch=1)
-        assert not [outcome for outcome in moved.operation.outcomes if outcome.code]
-
-    async def commit(self, wave_index: int) -> None:
-        request = pb.CommitWeightUpdateRequest(
-            run_id=RUN,
-            epoch=1,
-            update_id=self.begun.update_id,
-            acks=[pb.UpdateAck(replica_id=replica_id, ok=True) for replica_id in self.wave],
-            wave_index=wave_index,
-        )
-        answer = await self.engine.stub.CommitWeightUpdate(request)
-        self.wave = [layout.replica_id for layout in answer.wave]
-        assert answer.complete == (not self.wave)
-
-    async def begin_lend(self) -> None:
-        answer = await self.engine.stub.BeginLend(pb.BeginLendRequest(run_id=RUN, epoch=1, lend_id="lend"))
-        assert tuple(answer.replica_ids) == HYBRID
-
-    async def vacated(self) -> None:
-        assert not (await vacate(self.engine, self.begun, epoch=1)).missing
-
-    async def finish_lend(self) -> None:
-        request = pb.FinishLendRequest(run_id=RUN, epoch=1, lend_id="lend", weight_version=1)
-        await self.engine.stub.FinishLend(request)
-        now = await replicas(self.engine)
-        assert {replica.route for replica in now.values()} == {pb.ROUTE_STATE_SERVING}
-
-    async def reclaim(self) -> None:
-        await self.engine.stub.Reclaim(pb.ReclaimRequest(run_id=RUN, epoch=1))
 
 
 async def check(engine: Engine, engines: Engines) -> None:
