@@ -154,7 +154,7 @@ class Desk:
         self.changed(run, *run.partitions.values())
 
     def delete(self, run: Run, record: st.Record) -> None:
-        """Forget a run; what is parked on it ends."""
+        """Forget a run, what it holds excepted; what is parked on it ends."""
         record.delete_run = True
         self.record(run, record, self.moment())
         self.runs.remove(run)

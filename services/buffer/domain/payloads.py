@@ -8,7 +8,6 @@ ExternalBook of the run follows; those of small payloads of results are with the
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from itertools import islice
 from typing import Protocol
 
 from google_crc32c import extend
@@ -333,8 +332,13 @@ class PayloadBook:
         Those of external stores are all let go at once.
         """
         self.let_external_go()
-        for payload_id in list(islice(self._entries, limit)):
-            self._forget(payload_id)
+        number = 0
+        # From the end, which is found at once however many are gone.
+        while self._entries and number != limit:
+            payload_id, entry = self._entries.popitem()
+            self.held -= entry.size
+            self._delete(payload_id)
+            number += 1
         if self._entries:
             return True
         self.held = 0
@@ -363,5 +367,8 @@ class PayloadBook:
 
     def _forget(self, payload_id: str) -> None:
         self.held -= self._entries.pop(payload_id).size
+        self._delete(payload_id)
+
+    def _delete(self, payload_id: str) -> None:
         if payload_id not in self._pins:
             self._store.delete(payload_id)

@@ -10,15 +10,17 @@ Invariants:
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from services.buffer.domain import pump as pumping
 from services.buffer.domain import results
 from services.buffer.domain.caps import cap_reached
 from services.buffer.domain.claims import ClaimToken
 from services.buffer.domain.config import RunConfig
+from services.buffer.domain.events import EventRing
 from services.buffer.domain.external import ExternalBook
 from services.buffer.domain.ids import Ids
-from services.buffer.domain.leases import Lease, LeaseState
+from services.buffer.domain.leases import Lease, LeaseBook, LeaseState
 from services.buffer.domain.ledger import Ledger
 from services.buffer.domain.moment import Moment
 from services.buffer.domain.partition import EvictionCounts, GroupSpec, Partition
@@ -427,6 +429,14 @@ class Run:
         for ledger in others:
             total += ledger
         return total
+
+    def take_apart(self) -> list[list[Any]]:
+        """Forget the groups, leases and events, since the run is no longer used; the caller frees them in its time."""
+        state = self.state
+        groups = [group for partition in self.partitions.values() for group in partition.let_go()]
+        apart: list[list[Any]] = [groups, state.leases.remembered(), state.events.kept()]
+        state.leases, state.events = LeaseBook(), EventRing()
+        return apart
 
     def clear(self) -> None:
         """Let go of everything kept outside: the run is deleted."""

@@ -48,9 +48,9 @@ class Runs:
         self._runs.clear()
 
     def remove(self, run: Run) -> None:
-        """Forget a run."""
+        """Forget a run, and name nothing for it in external stores; the rest of it is left to the caller."""
         del self._runs[run.run_id]
-        run.clear()
+        run.state.payloads.let_external_go()
 
 
 def run_not_found(run_id: str) -> TurnoutError:

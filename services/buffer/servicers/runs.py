@@ -1,6 +1,8 @@
 """Calls on runs and epochs."""
 
+from services.buffer.domain.run import Run
 from services.buffer.servicers.base import BufferCalls, Context, optional_epoch
+from services.buffer.storage.letting_go import let_go
 from services.buffer.wire.config import config_from, config_to, run_to
 from services.runtime.errors import require_id
 from turnout.buffer.storage.v1 import storage_pb2 as st
@@ -54,14 +56,21 @@ class RunCalls(BufferCalls):
     async def DeleteRun(self, request: pb.DeleteRunRequest, context: Context) -> pb.DeleteRunResponse:
         """Forget a run and everything in it."""
 
+        deleted: list[Run] = []
+
         def execute(record: st.Record) -> pb.DeleteRunResponse:
             run = self.run(request.run_id)
             run.check_epoch(optional_epoch(request))
             self.desk.delete(run, record)
+            deleted.append(run)
             return pb.DeleteRunResponse()
 
         # Kept apart from the answers of the run, which end with it: a run id is never empty.
-        return await self.once("", "DeleteRun", request, request.request_id, execute)
+        try:
+            return await self.once("", "DeleteRun", request, request.request_id, execute)
+        finally:
+            for run in deleted:
+                await let_go(run)
 
     async def ListRuns(self, request: pb.ListRunsRequest, context: Context) -> pb.ListRunsResponse:
         """List all runs."""

@@ -15,11 +15,11 @@ from services.buffer.desk import Desk
 from services.buffer.memory import Memory
 from services.buffer.segments import SegmentOptions, SegmentStore
 from services.buffer.storage.checkpoints import Checkpoints
-from services.buffer.storage.collector import no_collections
 from services.buffer.storage.externals import ExternalsImaging
 from services.buffer.storage.imaging import RunImaging, answers_part
 from services.buffer.storage.loading import load
 from services.buffer.storage.pauses import Pauses
+from services.runtime.collector import no_collections
 from services.runtime.errors import Code, TurnoutError, describe, unavailable
 from services.runtime.idempotency import Answer
 from services.runtime.journal import Durability, Journal, JournalOptions, JournalState, open_journal

@@ -83,6 +83,7 @@ class Replay:
     def delete(self, run: Run) -> pb.DeleteRunResponse:
         """Forget a run."""
         self.memory.runs.remove(run)
+        run.clear()
         self.memory.externals.discard_empty(run.run_id)
         self.memory.forget_answers(run.run_id)
         self._restoring.pop(run.run_id, None)

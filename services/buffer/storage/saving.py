@@ -16,24 +16,24 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from services.buffer.desk import Desk
 from services.buffer.domain.config import RunConfig
 from services.buffer.domain.depth import Counts
-from services.buffer.domain.group import Group
 from services.buffer.domain.run import Run
 from services.buffer.storage.checkpoint_file import damaged
 from services.buffer.storage.checkpoints import Checkpoints
-from services.buffer.storage.collector import no_collections
 from services.buffer.storage.imaging import RunImaging
+from services.buffer.storage.letting_go import let_go
 from services.buffer.storage.pauses import Pauses
 from services.buffer.storage.payload_parts import payload_parts
 from services.buffer.storage.restoring import Restoring
 from services.buffer.wire.config import config_from
 from services.buffer.wire.scalars import timestamp
 from services.buffer.wire.waits import counts_to
+from services.runtime.collector import no_collections
 from services.runtime.errors import Code, TurnoutError, aborted, already_exists, failed_precondition, unavailable
 from services.runtime.logs import get_logger
 from turnout.buffer.storage.v1 import storage_pb2 as st
 from turnout.buffer.v1 import buffer_pb2 as pb
 
-# Payloads deleted, or groups entered, between two looks at the time.
+# Groups entered between two looks at the time.
 _PER_LOOK = 32
 _log = get_logger("buffer")
 
@@ -134,21 +134,8 @@ async def restore(
         except BaseException:
             payloads.drop()
             raise
-        await _let_go(run)
+        await let_go(run)
         return answer
-
-
-async def _let_go(run: Run) -> None:
-    """Forget a run that was replaced, little by little: to free all its groups at once would take long."""
-    pauses = Pauses()
-    while run.state.payloads.clear(_PER_LOOK):
-        await pauses.breathe()
-    groups: list[Group] = []
-    for partition in run.partitions.values():
-        groups += partition.let_go()
-    while groups:
-        del groups[-_PER_LOOK:]
-        await pauses.breathe()
 
 
 async def _restore(

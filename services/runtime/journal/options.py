@@ -49,9 +49,9 @@ class JournalOptions:
     """Length of the WAL at which it is copied into the database. Longer makes rarer pauses, a slower start, and in
     durability `os` a larger possible loss."""
 
-    compact_bytes: int = 64 * MIB
-    """Log at which a snapshot becomes due (if the last snapshot is larger, that much): each byte is then rewritten
-    about once, and a restart replays at most about this or twice the state."""
+    compact_bytes: int = 32 * MIB
+    """Log at which a snapshot becomes due, unless half the last snapshot is more: each byte is then rewritten about
+    twice at most. A restart reads a snapshot many times as fast as it replays the log."""
 
     def __post_init__(self) -> None:
         if self.ballast_bytes < 0:

@@ -163,7 +163,7 @@ class SqliteJournal:
 
     @property
     def compaction_due(self) -> bool:
-        return self._database.log_bytes >= max(self._options.compact_bytes, self._database.snapshot_bytes)
+        return self._database.log_bytes >= max(self._options.compact_bytes, self._database.snapshot_bytes // 2)
 
     @property
     def short_of_space(self) -> bool:

@@ -472,6 +472,7 @@ def test_runs_are_found_by_id_and_forgotten_whole() -> None:
     run = runs.require("a")
     run.add_groups(run.partition("train"), [GroupSpec("g", prompt=InlinePayload(b"x", 0))], 0, at)
     runs.remove(run)
+    run.clear()
     assert (runs.get("a"), len(store), reason(lambda: runs.require("a"))) == (None, 0, "RUN_NOT_FOUND")
     assert reason(lambda: run.partition("nope")) == "PARTITION_NOT_FOUND"
 

@@ -359,13 +359,13 @@ async def test_space_of_deleted_batches_is_used_again(tmp_path: Path) -> None:
 
 
 async def test_compaction_is_due_by_the_log_and_the_snapshot(tmp_path: Path) -> None:
-    """A snapshot that is larger than the log would be rewritten for every few records."""
+    """A snapshot that is much larger than the log would be rewritten for every few records."""
     journal = await opened(tmp_path, options(compact_bytes=50 * KIB))
     await fill(journal, 1, 40 * KIB)
     assert not journal.compaction_due
     await fill(journal, 1, 40 * KIB)
     assert journal.compaction_due
-    await journal.snapshot(2, chunked([bytes(120 * KIB)]))
+    await journal.snapshot(2, chunked([bytes(240 * KIB)]))
     assert not journal.compaction_due
     assert journal.stats.log_bytes == 0
     await fill(journal, 2, 40 * KIB)
