@@ -228,6 +228,32 @@ async def test_a_result_is_offered_until_the_buffer_answers(monkeypatch: pytest.
         assert first.request_id
 
 
+async def test_a_full_disk_costs_no_rollout_and_ends_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A buffer short of space or of turns comes back; failing the trajectory instead throws its tokens away."""
+    monkeypatch.setattr("turnout.worker._outbox._PAUSE_S", 0.01)
+    monkeypatch.setattr("turnout.worker._worker._PAUSE_S", 0.01)
+
+    def full(request: Any, context: Any) -> Any:
+        fail(context, grpc.StatusCode.RESOURCE_EXHAUSTED, "DISK_FULL")
+
+    def crowded(request: Any, context: Any) -> Any:
+        fail(context, grpc.StatusCode.RESOURCE_EXHAUSTED, "CAP_PARKED_WAITS")
+
+    with scripted_buffer(1) as service:
+        claims = service.script["ClaimGroups"]
+        service.script["ClaimGroups"] = in_turn(crowded, claims, claims, claims)
+        service.script["FinishTrajectories"] = in_turn(full, full, finished)
+
+        async def generate(job: Job) -> buffer_pb2.Output:
+            return output()
+
+        setup = WorkerSetup("r1", service.target, concurrency=1, options=OPTIONS)
+        async with working(RolloutWorker(setup, generate_fn=generate)) as worker:
+            await eventually(lambda: worker.stats.finished == 1)
+        assert not service.requests("FailTrajectories")
+    assert worker.stats == WorkerStats(finished=1)
+
+
 async def test_a_plain_function_runs_beside_the_event_loop(place: Place) -> None:
     """Most generate functions block; on the loop they would stop the renewals and lose every claim."""
     await place.create()

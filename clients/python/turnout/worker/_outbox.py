@@ -26,11 +26,19 @@ _MAX_BYTES: Final = 8 * 1024 * 1024
 _PAUSE_S: Final = 1.0
 """Between tries while the buffer is away; each try has its own retries inside."""
 
+_PASSING: Final = frozenset({"DISK_FULL", "CAP_REQUEST_RATE", "CAP_PARKED_WAITS"})
+"""Refusals that end by themselves or by an operator's hand. What was generated is worth more than the wait."""
+
 
 @dataclass(slots=True)
 class _Entry(Generic[T]):
     item: T
     outcome: asyncio.Future[TurnoutError | None]
+
+
+def is_passing(error: TurnoutError) -> bool:
+    """Whether the buffer will take the same call later: it is away, its disk is full, or too much was asked of it."""
+    return isinstance(error, Unavailable | DeadlineExceeded) or error.reason in _PASSING
 
 
 class _Queue(Generic[T]):
@@ -74,9 +82,10 @@ class _Queue(Generic[T]):
             try:
                 outcomes = await self._send([entry.item for entry in batch], request_id)
                 break
-            except (Unavailable, DeadlineExceeded):
-                await asyncio.sleep(_PAUSE_S)
             except TurnoutError as error:
+                if is_passing(error):
+                    await asyncio.sleep(_PAUSE_S)
+                    continue
                 if len(batch) == 1:
                     _settle(batch[0], error)
                 else:

@@ -22,7 +22,6 @@ from turnout.client import (
     AlreadyExists,
     AsyncBufferClient,
     AsyncEngineClient,
-    DeadlineExceeded,
     FailedPrecondition,
     NotFound,
     RunNotFound,
@@ -35,7 +34,7 @@ from turnout.client._payloads import Bytes
 from turnout.worker._generation import EngineGenerator, Interrupted, RequestFn, RewardFn, TokenizeFn
 from turnout.worker._job import Job
 from turnout.worker._leases import Held, Leases
-from turnout.worker._outbox import Outbox
+from turnout.worker._outbox import Outbox, is_passing
 from turnout.worker._payloads import Payloads
 from turnout.worker._setup import WorkerSetup, WorkerStats
 
@@ -166,11 +165,13 @@ class RolloutWorker:
         while True:
             try:
                 return await self._poll(request)
-            except (Unavailable, DeadlineExceeded) as error:
-                _log.warning("nothing claimed: %s", error)
             except RunNotFound:
                 if time.monotonic() >= give_up_at:
                     raise
+            except TurnoutError as error:
+                if not is_passing(error):
+                    raise
+                _log.warning("nothing claimed: %s", error)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), _PAUSE_S)
             if self._stopping.is_set():
