@@ -98,6 +98,10 @@ class Answers:
         finally:
             self._at_work.pop(key).ended.set()
 
+    def has(self, run_id: str, request_id: str, now: float) -> bool:
+        """Whether `once` would give an answer that it already gave."""
+        return bool(request_id) and self._find(run_id, request_id, now) is not None
+
     def remember(self, run_id: str, call: str, request_id: str, fingerprint: bytes, at: float, value: object) -> None:
         """Keep an answer that an earlier process gave at `at`."""
         self._keep(run_id, request_id, Answer(call, fingerprint, at, value))

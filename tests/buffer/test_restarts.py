@@ -195,10 +195,12 @@ async def test_a_disk_without_room_takes_commits_and_nothing_new(
         await caller.create()
         await caller.finish_new("a", "b")
         told = await caller.sample(1)
+        await caller.add("there", request_id="add")
         monkeypatch.setattr(SqliteJournal, "short_of_space", property(lambda journal: True))
         for call in (caller.add("c"), caller.checkpoint("s"), caller.put(b"x", google_crc32c.value(b"x"))):
             error = await refused(call)
             assert (error.code, error.reason) == (Code.RESOURCE_EXHAUSTED, "DISK_FULL")
+        assert (await caller.add("there", request_id="add")).added == 1, "the answer was lost, and it did happen"
         assert await caller.commit(told.done.lease_id) == ["a"]
         assert (await caller.evict("b")).evicted == 1
 

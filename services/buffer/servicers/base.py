@@ -85,8 +85,13 @@ class BufferCalls:
         await self.desk.durable()
         return answer
 
-    async def admit(self) -> None:
-        """Wait for room for what a call brings. Raises RESOURCE_EXHAUSTED / DISK_FULL."""
+    async def admit(self, call: str = "", run_id: str = "", request_id: str = "") -> None:
+        """Wait for room for what a call brings. Raises RESOURCE_EXHAUSTED / DISK_FULL.
+
+        A repeat brings nothing: refused, it would say that nothing happened when it did.
+        """
+        if request_id and self.desk.memory.answers[call].has(run_id, request_id, self.desk.clock.now()):
+            return
         self.desk.check_space()
         await self.store.room()
 

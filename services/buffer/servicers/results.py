@@ -29,7 +29,7 @@ class ResultCalls(BufferCalls):
         self, request: pb.FinishTrajectoriesRequest, context: Context
     ) -> pb.FinishTrajectoriesResponse:
         """Settle trajectories with their results."""
-        await self.admit()
+        await self.admit("FinishTrajectories", request.run_id, request.request_id)
         run, partition = self.place(request.run_id, request.partition)
 
         def execute(record: st.Record) -> pb.FinishTrajectoriesResponse:
@@ -83,7 +83,7 @@ class ResultCalls(BufferCalls):
         self, request: pb.FailTrajectoriesRequest, context: Context
     ) -> pb.FailTrajectoriesResponse:
         """Report failed attempts."""
-        await self.admit()
+        await self.admit("FailTrajectories", request.run_id, request.request_id)
         run, partition = self.place(request.run_id, request.partition)
 
         def execute(record: st.Record) -> pb.FailTrajectoriesResponse:

@@ -31,7 +31,7 @@ class WorkCalls(BufferCalls):
 
     async def AddGroups(self, request: pb.AddGroupsRequest, context: Context) -> pb.AddGroupsResponse:
         """Admit prompts, all or none."""
-        await self.admit()
+        await self.admit("AddGroups", request.run_id, request.request_id)
         run, partition = self.place(request.run_id, request.partition)
         self.asked(run)
         run.check_epoch(optional_epoch(request))
