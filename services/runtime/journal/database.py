@@ -88,12 +88,25 @@ class Database:
 
         If the disk is full the ballast is given back and the commit tried once more: SQLite has rolled back by then.
         """
+        with self._write_gate:
+            self._append(count, body)
+
+    def append_at_once(self, count: int, body: bytes) -> bool:
+        """Commit one batch like `append`, unless that would have to wait for a checkpoint; return whether it did."""
+        if not self._write_gate.acquire(blocking=False):
+            return False
+        try:
+            self._append(count, body)
+        finally:
+            self._write_gate.release()
+        return True
+
+    def _append(self, count: int, body: bytes) -> None:
         first = self.position + 1
         crc = batch_crc(self._crc, first, count, body)
         row = (first, count, self._crc, crc, body)
-        with self._write_gate:
-            self._with_ballast(lambda: self._writer.execute("INSERT INTO batches VALUES (?, ?, ?, ?, ?)", row))
-            self.wal_bytes += (len(body) // _PAGE + _PAGES_BESIDE_BODY) * _PAGE
+        self._with_ballast(lambda: self._writer.execute("INSERT INTO batches VALUES (?, ?, ?, ?, ?)", row))
+        self.wal_bytes += (len(body) // _PAGE + _PAGES_BESIDE_BODY) * _PAGE
         self.position += count
         self._crc = crc
         self.log_bytes += len(body)

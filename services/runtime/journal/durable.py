@@ -29,6 +29,10 @@ class Parcel:
         self.waiters: list[asyncio.Future[None]] = []
         self.callbacks: list[Callable[[], object]] = []
 
+    def body(self) -> bytes:
+        """The records as they stand in the body of a batch."""
+        return b"".join(self.parts)
+
     def settle(self, error: TurnoutError | None = None) -> None:
         """Wake all who wait; once settled, a parcel stays as it is."""
         if self.settled:

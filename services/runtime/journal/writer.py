@@ -68,9 +68,15 @@ class Writer:
         self._loop = asyncio.get_running_loop()
         self._items: deque[Parcel | Job | None] = deque()
         self._given = threading.Condition()
+        self._outstanding = 0
         self._ended: asyncio.Future[None] = self._loop.create_future()
         # A daemon, since a process that dies in the middle of a commit is what a journal is made for.
         threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    @property
+    def idle(self) -> bool:
+        """Whether all that was handed in is done and told."""
+        return not self._outstanding
 
     def hand_in(self, parcel: Parcel) -> None:
         """Commit `parcel` as soon as may be."""
@@ -96,6 +102,7 @@ class Writer:
         await asyncio.shield(self._ended)
 
     def _put(self, item: Parcel | Job | None) -> None:
+        self._outstanding += 1
         with self._given:
             self._items.append(item)
             self._given.notify()
@@ -130,9 +137,13 @@ class Writer:
         except Exception as error:
             self._tell(self._owner.broke, parcels, None, failure_of(error))
             return False
-        self._tell(self._owner.committed, parcels)
+        self._tell(self._committed, parcels)
         self._after_work()
         return True
+
+    def _committed(self, parcels: list[Parcel]) -> None:
+        self._outstanding -= len(parcels)
+        self._owner.committed(parcels)
 
     def _do(self, job: Job) -> bool:
         try:
@@ -140,9 +151,13 @@ class Writer:
         except Exception as error:
             self._tell(self._owner.broke, [], job, failure_of(error))
             return False
-        self._tell(job.succeed, result)
+        self._tell(self._done, job, result)
         self._after_work()
         return True
+
+    def _done(self, job: Job, result: object) -> None:
+        self._outstanding -= 1
+        job.succeed(result)
 
     def _tell(self, callback: Callable[..., None], *arguments: object) -> None:
         # The loop may have been closed without closing the journal: nobody is left to be told.

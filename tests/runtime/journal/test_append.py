@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 import threading
+import time
 from contextlib import closing
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from services.runtime.errors import TurnoutError
 from services.runtime.journal import Durability, Durable, JournalState, Record
 from services.runtime.journal.meta import Connection, connect_sqlite
 from services.runtime.journal.opening import Seams
+from services.runtime.journal.sqlite import AT_ONCE_BYTES, AWAY, SLOW_S
 from tests.runtime.journal.helpers import Faults, chunked, opened, options, records_of, snapshot_of
 
 LEVELS = [Durability.FSYNC, Durability.OS]
@@ -106,7 +108,7 @@ async def test_what_comes_while_a_commit_is_under_way_goes_into_the_next_one(tmp
             busy.set()
             assert go_on.wait(20)
 
-    journal = await opened(tmp_path, seams=faults.seams())
+    journal = await opened(tmp_path, options(Durability.FSYNC), seams=faults.seams())
     faults.before = hold
     first = journal.append("s", b"1")
     await asyncio.to_thread(busy.wait, 20)
@@ -135,7 +137,7 @@ async def test_records_of_one_turn_share_a_commit(tmp_path: Path) -> None:
 
 async def test_the_loop_is_woken_once_per_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A wake-up per record costs more than the record, at thousands a second."""
-    journal = await opened(tmp_path)
+    journal = await opened(tmp_path, options(Durability.FSYNC))
     wakes = 0
     loop = asyncio.get_running_loop()
     wake = loop.call_soon_threadsafe
@@ -156,9 +158,87 @@ async def _await(durable: Durable) -> int:
     return await durable
 
 
+def _inserting_threads(faults: Faults, slow_s: float = 0.0) -> list[int]:
+    """The threads that commits happen on, each of which takes `slow_s`."""
+    threads: list[int] = []
+
+    def note(sql: str) -> None:
+        if sql.startswith("INSERT INTO batches"):
+            threads.append(threading.get_ident())
+            time.sleep(slow_s)
+
+    faults.before = note
+    return threads
+
+
+@pytest.mark.parametrize(("level", "here"), [(Durability.OS, True), (Durability.FSYNC, False)])
+async def test_a_small_commit_is_made_on_the_loop_if_it_is_but_a_copy(
+    tmp_path: Path, level: Durability, here: bool
+) -> None:
+    """Handed to a thread and back it takes ten times as long; a sync there would stop every other call."""
+    faults = Faults()
+    journal = await opened(tmp_path, options(level), seams=faults.seams())
+    threads = _inserting_threads(faults)
+    # Not every one, since on a busy machine a copy may be slow, too.
+    for _ in range(20):
+        await journal.append("s", b"x")
+        await asyncio.sleep(0.01)
+    assert (threading.get_ident() in threads) == here
+    await journal.close()
+
+
+async def test_commits_keep_off_the_loop_when_they_are_large_or_slow_or_others_wait(tmp_path: Path) -> None:
+    """The kernel makes writers wait for a disk that is behind; and what was handed in first is stored first."""
+    faults = Faults()
+    journal = await opened(tmp_path, seams=faults.seams())
+    threads = _inserting_threads(faults)
+    here = threading.get_ident()
+    large = journal.append("s", bytes(AT_ONCE_BYTES + 1))
+    await asyncio.sleep(0)
+    behind = journal.append("s", b"behind the large one")
+    await behind
+    assert large.done()
+    assert here not in threads
+    threads = _inserting_threads(faults, slow_s=2 * SLOW_S)
+    await journal.append("s", b"slow")
+    assert threads == [here]
+    threads = _inserting_threads(faults)
+    await journal.append("s", b"after it")
+    assert here not in threads
+    while here not in threads:
+        await asyncio.sleep(AWAY * SLOW_S)
+        await journal.append("s", b"later")
+    assert [record.position for record in await records_of(journal)] == list(range(1, journal.position + 1))
+    await journal.close()
+
+
+async def test_a_checkpoint_does_not_stop_the_loop(tmp_path: Path) -> None:
+    """It syncs while it holds the writer, which takes as long as the disk likes."""
+    faults = Faults()
+    go_on = threading.Event()
+    checkpointing = threading.Event()
+
+    def hold(sql: str) -> None:
+        if sql.startswith("PRAGMA wal_checkpoint(RESTART)"):
+            checkpointing.set()
+            assert go_on.wait(20)
+
+    journal = await opened(tmp_path, options(checkpoint_bytes=64 << 10), seams=faults.seams())
+    faults.before = hold
+    while not checkpointing.is_set():
+        journal.append("s", bytes(4 << 10))
+        await asyncio.sleep(0.001)
+    waiting = journal.append("s", b"x")
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    go_on.set()
+    await waiting
+    await journal.close()
+
+
 async def test_a_cancelled_caller_leaves_the_others_their_promise(tmp_path: Path) -> None:
     """With one future for all, a client that hangs up would cancel every call in the same commit."""
-    journal = await opened(tmp_path)
+    journal = await opened(tmp_path, options(Durability.FSYNC))
     durables = [journal.append("s", b"x") for _ in range(3)]
     tasks = [asyncio.create_task(_await(durable)) for durable in durables]
     await asyncio.sleep(0)

@@ -55,7 +55,7 @@ async def _refused(durable: Durable) -> TurnoutError:
 async def test_a_failed_commit_fails_all_that_came_after_it(tmp_path: Path) -> None:
     """A record behind a hole must never be told durable, since a replay would not reach it."""
     faults = Faults()
-    journal = await opened(tmp_path, seams=faults.seams())
+    journal = await opened(tmp_path, options(Durability.FSYNC), seams=faults.seams())
     made = await fill(journal, 3)
     busy, go_on = threading.Event(), threading.Event()
 
