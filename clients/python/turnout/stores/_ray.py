@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from turnout.buffer.v1 import buffer_pb2
 from turnout.client._payloads import Bytes, parts_of, size_of
+from turnout.stores._cluster import join_cluster
 from turnout.stores._protocol import full, missing, reference, refused, unavailable, unusable, verified
 from turnout.stores._ray_owner import PayloadOwner
 
@@ -52,7 +53,7 @@ class RayStore:
 
     def put(self, data: Bytes | Sequence[Bytes]) -> buffer_pb2.PayloadRef:
         """Let the owner on this node keep the bytes."""
-        self._connect()
+        join_cluster(self._ray, NAME, self._address)
         node: str = self._ray.get_runtime_context().get_node_id()
         key = uuid.uuid4().hex
         self._call(node, "put", key, self._array(data), create=True)
@@ -72,7 +73,7 @@ class RayStore:
 
     def get(self, refs: Sequence[buffer_pb2.PayloadRef]) -> list[Bytes]:
         """Return read-only views of shared memory, which stay good when the payload is deleted."""
-        self._connect()
+        join_cluster(self._ray, NAME, self._address)
         by_node: defaultdict[str, list[int]] = defaultdict(list)
         keys: list[str] = []
         for position, ref in enumerate(refs):
@@ -102,7 +103,7 @@ class RayStore:
 
     def delete(self, ids: Sequence[str]) -> None:
         """Let objects go; the memory is free once nobody reads them any more."""
-        self._connect()
+        join_cluster(self._ray, NAME, self._address)
         by_node: defaultdict[str, list[str]] = defaultdict(list)
         for payload_id in ids:
             node, key = _split(payload_id)
@@ -114,16 +115,6 @@ class RayStore:
         """The connection to Ray is the process's own, and stays."""
         with self._lock:
             self._owners.clear()
-
-    def _connect(self) -> None:
-        with self._lock:
-            if not self._ray.is_initialized():
-                try:
-                    # Never a cluster of our own, which nobody else could read.
-                    self._ray.init(address=self._address, namespace=self._namespace, log_to_driver=False)
-                except ConnectionError as error:
-                    message = f"no Ray cluster at {self._address!r}; start one, or set RAY_ADDRESS: {error}"
-                    raise unavailable(NAME, message) from error
 
     def _call(self, node: str, method: str, *arguments: Any, create: bool = False) -> Any:
         """Ask the owner on a node; without `create`, None if there is none (any more)."""

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from turnout.buffer.v1 import buffer_pb2
 from turnout.client._payloads import Bytes, parts_of, size_of
+from turnout.stores._cluster import join_cluster
 from turnout.stores._protocol import missing, reference, refused, unavailable, unusable, verified
 
 NAME: Final = "transferqueue"
@@ -22,18 +23,24 @@ _KEY: Final = re.compile(r"[0-9a-f]{32}")
 
 
 class TransferQueueStore:
-    """TransferQueue of the Ray cluster this process is in; `transfer_queue.init()` was called by the trainer before."""
+    """TransferQueue of the Ray cluster; `transfer_queue.init()` was called by the trainer before."""
 
     name = NAME
 
-    def __init__(self, partition: str = "turnout-payloads") -> None:
-        """Attaches at its first use. Raises FailedPrecondition / EXTRA_MISSING."""
+    def __init__(self, partition: str = "turnout-payloads", *, address: str = "auto") -> None:
+        """Attaches at its first use, and joins the cluster at `address` before, unless this process is in one.
+
+        Raises FailedPrecondition / EXTRA_MISSING.
+        """
         try:
+            import ray
             import torch
             import transfer_queue
         except ImportError as error:
             message = "payloads in TransferQueue need it: pip install 'turnout[transferqueue]'"
             raise unusable(NAME, "EXTRA_MISSING", message) from error
+        self._ray: Any = ray
+        self._address = address
         self._queue: Any = transfer_queue
         self._torch: Any = torch
         self._partition = partition
@@ -93,10 +100,11 @@ class TransferQueueStore:
         """The connection is the process's own, and stays."""
 
     def _attached(self, call: Any, **arguments: Any) -> Any:
+        join_cluster(self._ray, NAME, self._address)
         try:
             return call(**arguments)
         except AssertionError as error:
-            message = "no TransferQueue to attach to: call ray.init() and, in the trainer, transfer_queue.init() first"
+            message = "no TransferQueue to attach to: the trainer calls transfer_queue.init() first"
             raise unavailable(NAME, message) from error
         except RuntimeError as error:
             raise unavailable(NAME, f"TransferQueue: {error}") from error
