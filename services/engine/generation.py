@@ -124,7 +124,7 @@ class Generations:
             )
         live = self._live[generation.request_id] = Live(generation)
         try:
-            finish: Finish | None = Finish.LENGTH if len(generation.output) >= generation.max_tokens else None
+            finish = generation.complete
             steps = self._pinned(live) if generation.pinned_to else self._roam(live)
             async with aclosing(steps):
                 while finish is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import google_crc32c
 import grpc
 import pytest
 
@@ -43,15 +44,40 @@ def test_a_generation_is_put_together_from_its_deltas() -> None:
     assert REQUEST.request_id == ""
 
 
-async def test_output_seen_before_a_cut_is_not_counted_twice() -> None:
-    """The request is made again from its beginning, so what came before must go."""
+async def test_output_that_came_before_a_cut_stays_and_the_rest_is_asked_for() -> None:
+    """Decoding thousands of tokens twice costs minutes of a GPU; counting them twice trains on nonsense."""
+
+    def part(*token_ids: int, version: int, new: bool = False) -> engine_pb2.GenerateResponse:
+        answer = delta(*token_ids)
+        answer.delta.weight_version, answer.delta.replica_id, answer.delta.new_segment = version, f"s{version}", new
+        return answer
+
+    before = engine_pb2.OutputSegment(tokens=2, weight_version=1, replica_id="old", continued=True)
+    first = engine_pb2.GenerateRequest(output_token_ids=[3, 4], output_segments=[before])
+    first.MergeFrom(REQUEST)
     with fake("engine") as service:
-        service.script["Generate"] = in_turn(events(delta(5)), events(delta(5), done(6)))
+        service.script["Generate"] = in_turn(
+            events(part(5, version=1, new=True), part(6, version=1), part(7, version=2, new=True)),
+            DRAINING,
+            events(part(8, version=2, new=True)),
+            events(done(9)),
+        )
         async with AsyncEngineClient(service.target, QUICK) as client:
-            made = await client.generate(REQUEST)
-        ids = [request.request_id for request in service.requests("Generate")]
-    assert made.token_ids == [5, 6]
-    assert len(set(ids)) == 2
+            made = await client.generate(first)
+        asked = service.requests("Generate")
+    assert made.token_ids == [5, 6, 7, 8, 9]
+    assert made.logprobs == [-0.5] * 4 + [-1.0]
+    assert [list(request.output_token_ids) for request in asked] == [[3, 4], *[[3, 4, 5, 6, 7]] * 2, [3, 4, 5, 6, 7, 8]]
+    assert [(s.tokens, s.weight_version, s.replica_id, s.continued) for s in asked[-1].output_segments] == [
+        (2, 1, "old", True),
+        (2, 1, "s1", True),
+        (1, 2, "s2", True),
+        (1, 2, "s2", True),
+    ]
+    assert len({request.request_id for request in asked}) == 4
+    # Sampling goes on as it began, though the controller derives the seed from the id.
+    assert {request.sampling.seed for request in asked} == {google_crc32c.value(asked[0].request_id.encode())}
+    assert {request.max_tokens for request in asked} == {9}
 
 
 @pytest.mark.parametrize(

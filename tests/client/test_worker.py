@@ -599,8 +599,8 @@ async def test_output_of_the_engine_keeps_versions_and_replicas(place: Place) ->
         request = engine.requests("Generate")[0]
     assert list(request.prompt_token_ids) == [1, 2, 3]
     assert (request.max_tokens, request.sampling.seed, request.session_id) == (9, 17, "g0")
-    # Final message only.
-    assert (request.delta_tokens, request.HasField("delta_tokens")) == (0, True)
+    # What the loss of a controller may cost.
+    assert (request.delta_tokens, request.delta_interval.ToSeconds()) == (256, 5)
     assert (request.join_key.group_id, request.join_key.partition, request.join_key.attempt) == ("g0", "train", 1)
     made = group.trajectories[0].outputs[0]
     assert [(one.tokens, one.weight_version, one.replica_id, one.end) for one in made.segments] == [

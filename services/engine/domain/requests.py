@@ -134,6 +134,14 @@ class Generation:
         self._unsent[-1].token_ids.append(tokens)
         self._unsent[-1].logprobs.append(logprobs)
 
+    @property
+    def complete(self) -> Finish | None:
+        """Why there is nothing left to generate; None if there is."""
+        if len(self.output) >= self.max_tokens:
+            return Finish.LENGTH
+        last = self.output.since(self.output.count - 1) if self.output else []
+        return Finish.STOP if last and last[0][-1] in self.sampling.stop_token_ids else None
+
     def leave(self) -> None:
         """The stay on a replica is over: what comes next is another segment."""
         self._segment_open = False

@@ -1,6 +1,7 @@
 """Clients of the engine controller.
 
-Invariant: output seen before a cut counts for nothing; the request is made again from its beginning, under a new id.
+Invariant: output that came before a cut stays; the rest is asked for under a new id, with what there is as the output
+so far, so that no token is decoded twice and none counts twice.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequ
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, cast
+
+import google_crc32c
 
 from turnout.client._calls import BlockingCallChannel, new_request_id
 from turnout.client._client import AsyncClient, Client
@@ -39,8 +42,29 @@ class Generation:
 
     def add(self, delta: engine_pb2.Delta) -> None:
         """Append new output."""
+        if delta.token_ids:
+            if delta.new_segment or not self.segments or self.segments[-1].continued:
+                self._interrupted()
+                self.segments.append(engine_pb2.OutputSegment(replica_id=delta.replica_id))
+                if delta.HasField("weight_version"):
+                    self.segments[-1].weight_version = delta.weight_version
+            self.segments[-1].tokens += len(delta.token_ids)
         self.token_ids.extend(delta.token_ids)
         self.logprobs.extend(delta.logprobs)
+
+    def _interrupted(self) -> None:
+        if self.segments:
+            self.segments[-1].continued = True
+
+    def continue_in(self, request: engine_pb2.GenerateRequest, first: engine_pb2.GenerateRequest) -> None:
+        """Make `request` ask for what `first` asked for, less what there is of it."""
+        self._interrupted()
+        del request.output_token_ids[:]
+        request.output_token_ids.extend(first.output_token_ids)
+        request.output_token_ids.extend(self.token_ids)
+        del request.output_segments[:]
+        request.output_segments.extend(first.output_segments)
+        request.output_segments.extend(self.segments)
 
 
 class AsyncEngineClient(AsyncClient):
@@ -68,16 +92,19 @@ class AsyncEngineClient(AsyncClient):
     async def generate(self, request: engine_pb2.GenerateRequest, *, on_delta: DeltaFn | None = None) -> Generation:
         """Generate one output, and collect it.
 
-        If the controller goes away, the request is made again under a new id; deltas seen so far are then void and
-        `on_delta` starts over. Without a request_id one is made.
+        If the controller goes away, the rest is asked for again, under a new id and with the same seed; what the deltas
+        brought stays. Without a request_id one is made.
         """
         link = self.link
         armed = engine_pb2.GenerateRequest()
         armed.CopyFrom(request)
         armed.request_id = request.request_id or new_request_id()
+        if not armed.sampling.HasField("seed"):
+            # The controller's own choice for this id, kept when the id changes.
+            armed.sampling.seed = google_crc32c.value(armed.request_id.encode())
+        generation = Generation()
         outage = Outage(self.options.retry, self._policy.rng, now=link.now(), limit=self.options.timeouts.outage)
         while True:
-            generation = Generation()
             outage.began(link.now())
             events = self.calls.Generate(armed)
             try:
@@ -100,6 +127,7 @@ class AsyncEngineClient(AsyncClient):
             finally:
                 events.cancel()
             armed.request_id = new_request_id()
+            generation.continue_in(armed, request)
             await link.sleep(pause)
 
     async def send_weights(

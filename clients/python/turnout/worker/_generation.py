@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from google.protobuf.duration_pb2 import Duration
 
@@ -18,6 +18,11 @@ from turnout.engine.v1 import engine_pb2
 from turnout.worker._job import Job
 from turnout.worker._payloads import Payloads
 from turnout.worker._tokens import TOKENS, TOKENS_AND_LOGPROBS, pack, unpack
+
+DELTA_TOKENS: Final = 256
+DELTA_INTERVAL_S: Final = 5
+"""How much of an output, and of domain time, the loss of the controller costs at most: both limits must be reached. A
+few messages per output are nothing beside its decoding."""
 
 RequestFn = Callable[[Job, engine_pb2.GenerateRequest], None]
 """Changes the request of a job in place: max_tokens, sampling, session_id, ..."""
@@ -83,7 +88,7 @@ class EngineGenerator:
         return output
 
     def request(self, job: Job) -> engine_pb2.GenerateRequest:
-        """Return the request of a job: final message only, continuing what there is."""
+        """Return the request of a job, continuing what there is."""
         request = engine_pb2.GenerateRequest(
             run_id=job.run_id,
             join_key=engine_pb2.JoinKey(
@@ -92,8 +97,8 @@ class EngineGenerator:
             prompt_token_ids=self._prompt_tokens(job),
             max_tokens=self._max_tokens,
             sampling=self._sampling,
-            delta_tokens=0,
-            delta_interval=Duration(),
+            delta_tokens=DELTA_TOKENS,
+            delta_interval=Duration(seconds=DELTA_INTERVAL_S),
         )
         request.output_token_ids.extend(_partial_tokens(job)[0])
         if job.partial is not None:
