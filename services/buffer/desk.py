@@ -21,14 +21,17 @@ from services.buffer.domain.runs import Runs, run_not_found
 from services.buffer.domain.waits import Wait, WaitEnd
 from services.buffer.domain.work import next_group
 from services.buffer.memory import Memory
-from services.buffer.parking import ParkedWait, PartitionParking, RunParking
+from services.buffer.parking import ParkedWait, PartitionParking, RunParking, wake_in_turns
 from services.buffer.storage.replay import run_prefix
 from services.buffer.wire.config import config_to
 from services.runtime.clock import Clock, ContinuedClock
 from services.runtime.errors import TurnoutError, resource_exhausted, stale_epoch, unavailable
 from services.runtime.journal import Durable, Journal
+from services.runtime.logs import get_logger
 from services.runtime.tasks import Tick
 from turnout.buffer.storage.v1 import storage_pb2 as st
+
+_log = get_logger("buffer")
 
 # Wall seconds over which changes are gathered into one PROGRESS event: fast for a person, rare for a machine.
 PROGRESS_GATHER_S = 0.25
@@ -241,6 +244,10 @@ class Desk:
         pumped = run.pump(partition, at)
         if self.journal is not None:
             self._record_pumped(run, partition, pumped, at)
+        if pumped.more and not parking.going_on:
+            # Other runs get their turn in between.
+            parking.going_on = True
+            asyncio.get_running_loop().call_soon(self._go_on, run, parking)
         told: list[ParkedWait] = []
         for wait, claim in pumped.refills:
             parked = parking.waits[wait.order]
@@ -254,18 +261,26 @@ class Desk:
             self._wake_once_durable(told)
         if parking.claims and next_group(partition) is not None:
             next(iter(parking.claims.values())).wake.set()
-        for watch in parking.depth_watches:
-            watch.wake.set()
+        # Whoever watches sees what comes of many slices, not each.
+        if not pumped.more:
+            wake_in_turns(list(parking.depth_watches))
         if parking.waits and parking.progress_timer is None and partition.index.counts != parking.told:
             loop = asyncio.get_running_loop()
             parking.progress_timer = loop.call_later(PROGRESS_GATHER_S, self._tell_progress, parking)
+
+    def _go_on(self, run: Run, parking: PartitionParking) -> None:
+        parking.going_on = False
+        try:
+            self.changed(run, parking.partition)
+        except TurnoutError as error:
+            # What cannot be recorded ends the waits of the run in its own way.
+            _log.warning("an eviction was cut short", run_id=run.run_id, reason=error.reason)
 
     def _wake_once_durable(self, told: list[ParkedWait]) -> None:
         """Wake calls for what was just decided on them; not before they may tell of it, so that each wakes once."""
 
         def wake(_: object = None) -> None:
-            for parked in told:
-                parked.wake.set()
+            wake_in_turns(told)
 
         decided = self.promise()
         if decided is None:
@@ -278,7 +293,8 @@ class Desk:
     def _record_pumped(self, run: Run, partition: Partition, pumped: Pumped, at: Moment) -> None:
         name = partition.name
         if pumped.evicted_at is not None:
-            self.record(run, st.Record(evict_due=st.EvictDue(partition=name, step=pumped.evicted_at)), at)
+            evicted = st.EvictDue(partition=name, step=pumped.evicted_at, group_ids=pumped.evicted)
+            self.record(run, st.Record(evict_due=evicted), at)
         if pumped.made_claim:
             self.record(run, st.Record(show_refill=name), at)
         for lease in pumped.leases:
@@ -306,7 +322,7 @@ class Desk:
         parking.told = parking.partition.index.snapshot()
         for parked in parking.waits.values():
             parked.progress_due = True
-            parked.wake.set()
+        wake_in_turns(list(parking.waits.values()))
 
     def tell(self, run: Run, events: Iterable[GroupEvent]) -> None:
         """Pass progress on to those who watch the groups."""

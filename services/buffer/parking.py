@@ -6,7 +6,7 @@ state and not every one on the way.
 
 import asyncio
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from services.buffer.domain.caps import cap_reached
@@ -19,6 +19,9 @@ from services.buffer.domain.waits import Wait, WaitEnd
 from services.runtime.errors import TurnoutError
 from services.runtime.journal import Durable
 from services.runtime.waits import Wake
+
+# Some 10 ms of work.
+WAKES_PER_TURN = 64
 
 
 class Parked:
@@ -37,6 +40,18 @@ class Parked:
         """End the call."""
         self.error = error
         self.wake.set()
+
+
+def wake_in_turns(parked: Sequence[Parked], first: int = 0) -> None:
+    """Wake many calls, some in this turn of the event loop and the others in the next ones.
+
+    Each has work to do as it wakes, and what arrives meanwhile, for other runs too, would have to wait for all of it.
+    """
+    following = first + WAKES_PER_TURN
+    for call in parked[first:following]:
+        call.wake.set()
+    if following < len(parked):
+        asyncio.get_running_loop().call_soon(wake_in_turns, parked, following)
 
 
 class ParkedWait(Parked):
@@ -75,6 +90,8 @@ class PartitionParking:
         self.claims: OrderedDict[int, Parked] = OrderedDict()
         self.depth_watches: set[Parked] = set()
         self.progress_timer: asyncio.TimerHandle | None = None
+        # Whether a turn is coming that evicts more.
+        self.going_on = False
         # What was gathered and told last: that a call was parked is no progress to the others.
         self.told: Counts | None = None
 

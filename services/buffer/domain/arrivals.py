@@ -10,6 +10,8 @@ from collections.abc import Collection
 from services.buffer.domain.group import Group, GroupState
 
 _LEFT = (GroupState.COMMITTED, GroupState.EVICTED)
+# Groups that one page looks at: some milliseconds, for which every other call waits.
+SCANNED_PER_PAGE = 20_000
 # Below this a sweep costs more than it saves.
 _SLACK = 64
 
@@ -38,15 +40,19 @@ class Arrivals:
         if len(self._groups) > 2 * self._present + _SLACK:
             self._groups = [group for group in self._groups if group.state not in _LEFT]
 
-    def page(self, after: int, limit: int, states: Collection[GroupState]) -> tuple[list[Group], bool]:
-        """Up to `limit` groups after sequence number `after` (all states if none is given), and whether more follow."""
+    def page(self, after: int, limit: int, states: Collection[GroupState]) -> tuple[list[Group], int | None]:
+        """Up to `limit` groups after sequence number `after` (all states if none is given), and where to go on.
+
+        None: there are no more. A page is short, perhaps empty, if many groups in other states had to be passed over.
+        """
         found: list[Group] = []
         start = bisect_right(self._groups, after, key=lambda group: group.sequence)
-        for position in range(start, len(self._groups)):
+        for position in range(start, min(start + SCANNED_PER_PAGE, len(self._groups))):
             group = self._groups[position]
             if group.state in _LEFT or (states and group.state not in states):
                 continue
             if len(found) == limit:
-                return found, True
+                return found, found[-1].sequence
             found.append(group)
-        return found, False
+        end = start + SCANNED_PER_PAGE
+        return found, self._groups[end - 1].sequence if end < len(self._groups) else None

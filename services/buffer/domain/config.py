@@ -13,6 +13,10 @@ from services.runtime.errors import TurnoutError, failed_precondition, invalid_a
 
 # Bounds the work one claim or one result can cause; far above any n in use.
 MAX_GROUP_SIZE = 65_536
+# Bounds on the items of one call or stream batch, since all other calls wait while they are dealt with: some 50 ms of
+# prompts, ids or results.
+MAX_GROUPS_PER_CALL = 4096
+MAX_ITEMS_PER_CALL = 2048
 # Upper bound of every duration, so that deadlines stay finite numbers.
 MAX_SECONDS = 30 * 86_400.0
 
@@ -147,6 +151,13 @@ def check_group_size(name: str, size: int) -> None:
     """Raise INVALID_ARGUMENT / OUT_OF_RANGE unless 1 <= size <= 65 536."""
     if not 1 <= size <= MAX_GROUP_SIZE:
         raise _out_of_range(name, size, f"1 to {MAX_GROUP_SIZE}")
+
+
+def check_items(name: str, count: int, limit: int) -> None:
+    """Raise INVALID_ARGUMENT / TOO_MANY_ITEMS if a call brings more than `limit`."""
+    if count > limit:
+        message = f"one call brings at most {limit} of {name}, not {count}"
+        raise invalid_argument(name, message, value=count, reason="TOO_MANY_ITEMS", limit=limit)
 
 
 def _out_of_range(name: str, value: object, allowed: str) -> TurnoutError:

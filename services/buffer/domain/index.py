@@ -7,6 +7,7 @@ Invariants: a present group is entered exactly once, under the state and born st
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import islice
 
 from services.buffer.domain.ages import AgeIndex
 from services.buffer.domain.config import Staleness
@@ -130,9 +131,9 @@ class GroupIndex:
             return None
         return Hold(oldest.group_id, span(step, oldest.born))
 
-    def due(self, step: int, staleness: Staleness) -> list[Group]:
-        """The groups to evict at `step`."""
-        return list(self._due(step, staleness))
+    def due(self, step: int, staleness: Staleness, limit: int | None = None) -> list[Group]:
+        """The groups to evict at `step`, or `limit` of them."""
+        return list(islice(self._due(step, staleness), limit))
 
     def _due(self, step: int, staleness: Staleness) -> Iterator[Group]:
         yield from self._failed.values()

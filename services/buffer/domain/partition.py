@@ -10,7 +10,15 @@ from dataclasses import dataclass, field
 
 from services.buffer.domain.arrivals import Arrivals
 from services.buffer.domain.caps import cap_reached
-from services.buffer.domain.config import PartitionConfig, PartitionKind, Staleness, check_group_size
+from services.buffer.domain.config import (
+    MAX_GROUP_SIZE,
+    MAX_GROUPS_PER_CALL,
+    PartitionConfig,
+    PartitionKind,
+    Staleness,
+    check_group_size,
+    check_items,
+)
 from services.buffer.domain.depth import Depth
 from services.buffer.domain.dropped import DroppedPrompts
 from services.buffer.domain.events import GroupEventKind
@@ -27,10 +35,8 @@ from services.buffer.domain.trajectory import Trajectory, TrajectoryState
 from services.buffer.domain.waits import WaitBook
 from services.runtime.errors import already_exists, invalid_argument, not_found, require_id
 
-# One message of prompts by reference; more go in several calls, so that no call stops the others for long.
-MAX_GROUPS_PER_CALL = 100_000
-# Trajectories one AddGroups may bring: they are made while every other call waits, about 3 microseconds each.
-MAX_TRAJECTORIES_PER_CALL = 131_072
+# Trajectories one AddGroups may bring, one group of the largest size: they are made while every other call waits.
+MAX_TRAJECTORIES_PER_CALL = MAX_GROUP_SIZE
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +101,7 @@ class Partition:
 
     def check_add(self, specs: Sequence[GroupSpec]) -> None:
         """Raise unless the whole batch can be added."""
-        if len(specs) > MAX_GROUPS_PER_CALL:
-            message = f"one call adds at most {MAX_GROUPS_PER_CALL} groups"
-            raise invalid_argument("groups", message, value=len(specs), reason="TOO_MANY_GROUPS")
+        check_items("groups", len(specs), MAX_GROUPS_PER_CALL)
         seen: set[str] = set()
         size = 0
         for position, spec in enumerate(specs):
@@ -207,16 +211,20 @@ class Partition:
             self.index.enter(group)
             self.log(GroupEventKind.RETURNED, group, at)
 
-    def evict_due(self, step: int, at: Moment) -> int:
-        """Evict what is due at `step`; returns how many groups that were."""
-        if not self.training:
-            return 0
-        due = self.index.due(step, self.staleness)
+    def evict_due(self, step: int, at: Moment, limit: int | None = None) -> list[str]:
+        """Evict what is due at `step`, or up to `limit` groups of it; returns their ids."""
+        return self._evict_all(self.index.due(step, self.staleness, limit), step, at) if self.training else []
+
+    def evict_listed(self, step: int, group_ids: Iterable[str], at: Moment) -> None:
+        """Evict groups that `evict_due` once chose at `step`."""
+        self._evict_all([self.groups[group_id] for group_id in group_ids], step, at)
+
+    def _evict_all(self, due: Sequence[Group], step: int, at: Moment) -> list[str]:
         for group in due:
             self._evict(group, step, self._reasons(group, step), at)
         if self.state.config.refill:
             self.refill.add(len(due))
-        return len(due)
+        return [group.group_id for group in due]
 
     def evict_requested(self, group_ids: Iterable[str], *, refill: bool, at: Moment) -> EvictionCounts:
         """Evict groups on the caller's order, those that Sample holds excepted."""

@@ -3,7 +3,8 @@
 Invariants: evictions happen only while a trainer waits, at the highest step it waits for, so that what a read of the
 depth at that step counts is what a Sample finds; each creates its credit before anything else is decided;
 waits that watch see the depth before a Sample consumes it; Samples are met in the order of (target, arrival), with
-disjoint batches, and never while a hold stands; one pass leaves nothing to do until something changes again.
+disjoint batches, and never while a hold stands; one pass leaves nothing to do until something changes again, unless it
+says that more is to be evicted. What is due and not evicted yet is not counted and not sampled either.
 """
 
 from dataclasses import dataclass, field
@@ -17,12 +18,18 @@ from services.buffer.domain.partition import Partition
 from services.buffer.domain.refill import RefillClaim
 from services.buffer.domain.waits import StepWaits, Wait, WaitEnd, WaitOutcome
 
+# Some 2 ms. A call of another run takes several turns of the event loop, and so waits for several of these.
+EVICTIONS_PER_TURN = 256
+
 
 @dataclass(slots=True)
 class Pumped:
     """What was decided, in this order, and what the waits are to be told, in this order."""
 
     evicted_at: int | None = None
+    # What was evicted, if there may be more to evict: the caller pumps again, once others had their turn.
+    evicted: list[str] = field(default_factory=list)
+    more: bool = False
     made_claim: bool = False
     leases: list[Lease] = field(default_factory=list)
     sealed: bool = False
@@ -35,8 +42,11 @@ def pump(partition: Partition, at: Moment) -> Pumped:
     pumped = Pumped()
     step = partition.waits.highest_trainer_step()
     if step is not None:
-        if partition.evict_due(step, at):
+        evicted = partition.evict_due(step, at, EVICTIONS_PER_TURN)
+        if evicted:
             pumped.evicted_at = step
+        if len(evicted) == EVICTIONS_PER_TURN:
+            pumped.evicted, pumped.more = evicted, True
         trainer = next(iter(partition.waits.trainers.values()))
         if not partition.supply_ended and not partition.intake_paused:
             free = partition.refill.free

@@ -120,19 +120,19 @@ class ReadingCalls(BufferCalls):
             enum_of(GroupState, number, f"states[{position}]", GroupState.PENDING)
             for position, number in enumerate(request.states)
         }
-        groups, more = partition.arrivals.page(_page_after(request.page_token), limit, states)
+        groups, following = partition.arrivals.page(_page_after(request.page_token), limit, states)
         messages: list[pb.Group] = []
         size = 0
         for group in groups:
             shown = group_to(partition, group)
             size += shown.ByteSize()
             if messages and size > PAGE_BYTES:
-                more = True
+                following = messages[-1].sequence
                 break
             messages.append(shown)
         response = pb.ListGroupsResponse(
             groups=messages,
-            next_page_token=str(messages[-1].sequence) if more else "",
+            next_page_token="" if following is None else str(following),
             event_sequence=run.state.events.next_sequence - 1,
         )
         await self.desk.durable()

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Iterable
 from services.buffer import commands
 from services.buffer.commands import each
 from services.buffer.domain import results
+from services.buffer.domain.config import MAX_ITEMS_PER_CALL, check_items
 from services.buffer.domain.events import GroupEvent
 from services.buffer.domain.moment import Moment
 from services.buffer.domain.partition import Partition
@@ -31,6 +32,7 @@ class ResultCalls(BufferCalls):
         """Settle trajectories with their results."""
         await self.admit("FinishTrajectories", request.run_id, request.request_id)
         run, partition = self.place(request.run_id, request.partition)
+        check_items("results", len(request.results), MAX_ITEMS_PER_CALL)
 
         def execute(record: st.Record) -> pb.FinishTrajectoriesResponse:
             at = self.desk.moment()
@@ -67,6 +69,7 @@ class ResultCalls(BufferCalls):
             if batch.sequence <= last:
                 message = f"sequence must rise: {batch.sequence} follows {last}"
                 raise invalid_argument("batch.sequence", message, value=batch.sequence, reason="OUT_OF_RANGE")
+            check_items("batch.results", len(batch.results), MAX_ITEMS_PER_CALL)
             last = batch.sequence
             await self.admit()
             run, partition = self.place(header.run_id, header.partition)
@@ -85,6 +88,7 @@ class ResultCalls(BufferCalls):
         """Report failed attempts."""
         await self.admit("FailTrajectories", request.run_id, request.request_id)
         run, partition = self.place(request.run_id, request.partition)
+        check_items("failures", len(request.failures), MAX_ITEMS_PER_CALL)
 
         def execute(record: st.Record) -> pb.FailTrajectoriesResponse:
             at = self.desk.moment()
@@ -144,6 +148,7 @@ class ResultCalls(BufferCalls):
         """Note how far running trajectories are."""
         run, partition = self.place(request.run_id, request.partition)
         self.asked(run)
+        check_items("progress", len(request.progress), MAX_ITEMS_PER_CALL)
         at = self.desk.moment()
         events: list[GroupEvent] = []
 

@@ -4,7 +4,7 @@ from services.buffer import commands
 from services.buffer.commands import each
 from services.buffer.domain import work
 from services.buffer.domain.claims import Claim
-from services.buffer.domain.config import MAX_GROUP_SIZE
+from services.buffer.domain.config import MAX_GROUP_SIZE, MAX_GROUPS_PER_CALL, MAX_ITEMS_PER_CALL, check_items
 from services.buffer.domain.partition import Partition
 from services.buffer.domain.run import Run
 from services.buffer.servicers.base import BufferCalls, Context, optional_epoch, required_step
@@ -18,6 +18,8 @@ from turnout.buffer.v1 import buffer_pb2 as pb
 
 _log = get_logger("buffer")
 
+# Claims in one answer: some 10 ms, for which every other call waits. A worker that wants more comes again.
+MAX_CLAIMS = 1024
 # Below the 4 MiB that many clients accept.
 DEFAULT_CLAIM_BYTES = 3 << 20
 
@@ -119,7 +121,7 @@ class WorkCalls(BufferCalls):
         """Claim what fits into the answer; one claim always does. `record` tells who claims and takes down what."""
         claims: list[Claim] = []
         at = self.desk.moment()
-        while limit > 0 and (group := work.next_group(partition)) is not None:
+        while limit > 0 and len(claims) < MAX_CLAIMS and (group := work.next_group(partition)) is not None:
             room -= claim_size(group, limit)
             if claims and room < 0:
                 break
@@ -183,6 +185,7 @@ class WorkCalls(BufferCalls):
     async def RenewClaims(self, request: pb.RenewClaimsRequest, context: Context) -> pb.RenewClaimsResponse:
         """Extend the leases of claims."""
         run = self.run(request.run_id)
+        check_items("tokens", len(request.tokens), MAX_ITEMS_PER_CALL)
         at = self.desk.moment()
         outcomes = each(request.tokens, lambda token: run.renew_claim(token_from(token), at))
         await self.desk.durable()
@@ -204,6 +207,7 @@ class WorkCalls(BufferCalls):
     async def EvictGroups(self, request: pb.EvictGroupsRequest, context: Context) -> pb.EvictGroupsResponse:
         """Remove groups on the caller's order."""
         run = self.run(request.run_id)
+        check_items("group_ids", len(request.group_ids), MAX_GROUPS_PER_CALL)
         partition = run.partitions.get(require_id("partition", request.partition))
         run.check_epoch(optional_epoch(request))
 

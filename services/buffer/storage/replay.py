@@ -135,6 +135,15 @@ def _finish_batch(replay: Replay, run: Run, record: st.Record, at: Moment) -> ob
     return commands.finish(run.partition(record.finish_batch.partition), batch.results, at)
 
 
+def _evict_due(replay: Replay, run: Run, record: st.Record, at: Moment) -> object:
+    said = record.evict_due
+    partition = run.partition(said.partition)
+    if said.group_ids:
+        partition.evict_listed(said.step, said.group_ids, at)
+        return None
+    return partition.evict_due(said.step, at)
+
+
 def _lease(replay: Replay, run: Run, record: st.Record, at: Moment) -> object:
     said = record.lease
     spec = LeaseSpec(said.step, said.batch, record.request_id, record.fingerprint, said.auto_commit)
@@ -197,9 +206,7 @@ _APPLY: dict[str, Apply] = {
     "decline_refill": lambda replay, run, record, at: commands.decline_refill(
         run, pb.DeclineRefillRequest.FromString(record.decline_refill)
     ),
-    "evict_due": lambda replay, run, record, at: run.partition(record.evict_due.partition).evict_due(
-        record.evict_due.step, at
-    ),
+    "evict_due": _evict_due,
     "show_refill": _show,
     "lease": _lease,
     "seal": lambda replay, run, record, at: run.partition(record.seal).evictions.cursor(),

@@ -235,8 +235,11 @@ async def test_h49_realistic_and_oversized_results(buffer: Buffer, caller: Calle
     told = await caller.sample(41)
     assert told.outcome == "REACHED"
     assert await caller.get(ref, lease_id=told.done.lease_id) == [big]
-    # A thousand ids in one call, a hundred times over.
-    assert (await caller.evict(*[f"missing{number}" for number in range(100_000)])).missing == 100_000
+    # Ids of some megabytes in one call, and more of them than one call may bring.
+    names = [f"missing{number}".ljust(500, ".") for number in range(4096)]
+    assert (await caller.evict(*names)).missing == 4096
+    error = await refused(caller.evict(*[f"missing{number}" for number in range(1_000_000)]))
+    assert (error.code, error.reason, error.metadata["limit"]) == (Code.INVALID_ARGUMENT, "TOO_MANY_ITEMS", "4096")
 
 
 async def test_h49_over_the_limit_nothing_is_consumed(caller: Caller, buffer: Buffer) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
+from services.buffer.domain import arrivals as arrivals_module
 from services.buffer.domain.ages import AgeIndex
 from services.buffer.domain.arrivals import Arrivals
 from services.buffer.domain.deadlines import Deadlines
@@ -89,11 +92,31 @@ def test_pages_skip_what_left() -> None:
     for made in groups[:250]:
         made.state = GroupState.EVICTED
         arrivals.removed()
-    page, more = arrivals.page(0, 20, ())
+    page, following = arrivals.page(0, 20, ())
     assert [made.sequence for made in page] == list(range(251, 271))
-    assert more
-    page, more = arrivals.page(page[-1].sequence, 100, ())
+    assert following == 270
+    page, following = arrivals.page(page[-1].sequence, 100, ())
     assert [made.sequence for made in page] == list(range(271, 301))
-    assert not more
+    assert following is None
     groups[299].state = GroupState.FINISHED
-    assert arrivals.page(0, 5, {GroupState.FINISHED}) == ([groups[299]], False)
+    assert arrivals.page(0, 5, {GroupState.FINISHED}) == ([groups[299]], None)
+
+
+def test_a_page_passes_over_so_many_groups_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looking for one failed group among a million would stop every run of the service."""
+    monkeypatch.setattr(arrivals_module, "SCANNED_PER_PAGE", 10)
+    arrivals = Arrivals()
+    groups = [group(number) for number in range(1, 36)]
+    for made in groups:
+        arrivals.add(made)
+    groups[34].state = GroupState.FAILED
+    found, after = [], 0
+    steps = []
+    while True:
+        page, following = arrivals.page(after, 5, {GroupState.FAILED})
+        found += page
+        if following is None:
+            break
+        steps.append(following)
+        after = following
+    assert (found, steps) == ([groups[34]], [10, 20, 30])

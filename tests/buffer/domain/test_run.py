@@ -408,7 +408,7 @@ def test_a_target_beyond_the_gate_is_refused() -> None:
         ([GroupSpec(f"n{i}") for i in range(3)], {}, "CAP_GROUPS"),
         ([GroupSpec("new")], {"refill_claim_id": "nope"}, "REFILL_CLAIM_NOT_FOUND"),
         ([GroupSpec("new")], {"step": -1}, "OUT_OF_RANGE"),
-        ([GroupSpec("new")] * 100_001, {}, "TOO_MANY_GROUPS"),
+        ([GroupSpec("new")] * 100_001, {}, "TOO_MANY_ITEMS"),
         ([GroupSpec(f"g{number}", 65_536) for number in range(3)], {}, "TOO_MANY_TRAJECTORIES"),
     ],
 )

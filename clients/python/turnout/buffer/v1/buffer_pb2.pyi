@@ -18,7 +18,10 @@ Conventions of this file, which hold for every call:
     and at most 100 000 a run: a Sample that did not end REACHED and an empty ClaimGroups are tried anew. Restore
     forgets them all.
   * Batch calls answer OK with one ItemOutcome per item, in order; good items are applied. Only a fault of the
-    envelope (unknown run, stale epoch, size) refuses the whole call. AddGroups alone is all or nothing.
+    envelope (unknown run, stale epoch, size) refuses the whole call. AddGroups alone is all or nothing. So that no
+    run waits long for another, a call or stream batch brings at most 2048 results, failures, tokens or reports and
+    4096 groups or ids (INVALID_ARGUMENT / TOO_MANY_ITEMS), an answer brings at most 1024 claims, and larger work of
+    the service itself is done in slices.
   * Unknown run: NOT_FOUND / RUN_NOT_FOUND. Unknown partition: NOT_FOUND / PARTITION_NOT_FOUND.
   * Durations are google.protobuf.Duration; negative ones are INVALID_ARGUMENT, huge ones are capped at 30 days.
   * Domain time is the job's own time. It equals wall time except in tests and demos, where one domain second lasts
@@ -1407,7 +1410,7 @@ class AddGroupsRequest(google.protobuf.message.Message):
     """See the top of this file."""
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___GroupSpec]:
-        """The prompts, at most 100 000 with at most 131 072 trajectories together (TOO_MANY_GROUPS, TOO_MANY_TRAJECTORIES)."""
+        """The prompts, at most 4096 with at most 65 536 trajectories together (TOO_MANY_ITEMS, TOO_MANY_TRAJECTORIES)."""
 
     def __init__(
         self,
@@ -1612,7 +1615,7 @@ class ClaimGroupsResponse(google.protobuf.message.Message):
     CLAIMS_FIELD_NUMBER: builtins.int
     @property
     def claims(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Claim]:
-        """Claims, oldest group first; empty when max_wait passed."""
+        """Claims, oldest group first, at most 1024; empty when max_wait passed."""
 
     def __init__(
         self,
@@ -3406,7 +3409,7 @@ class EvictGroupsRequest(google.protobuf.message.Message):
     """See the top of this file."""
     @property
     def group_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Groups to remove; repeats and unknown ids are fine. Empty removes nothing."""
+        """Groups to remove, at most 4096; repeats and unknown ids are fine. Empty removes nothing."""
 
     def __init__(
         self,
@@ -3868,7 +3871,9 @@ class ListGroupsResponse(google.protobuf.message.Message):
     """Sequence number of the last group event before this page was read."""
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Group]:
-        """The groups, in order of arrival."""
+        """The groups, in order of arrival. A page may be short, even empty, before the last one: a call passes over at most
+        20 000 groups in other states.
+        """
 
     def __init__(
         self,

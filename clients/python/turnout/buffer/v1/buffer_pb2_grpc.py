@@ -473,7 +473,7 @@ class ReplayBufferServicer(object):
 
     def EvictGroups(self, request, context):
         """EvictGroups removes groups on the caller's order, in any state but sampled. Unknown ids are counted, not refused;
-        those of an unknown partition are all missing. Errors: INVALID_ARGUMENT / TOO_MANY_GROUPS.
+        those of an unknown partition are all missing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -18,7 +18,10 @@ Conventions of this file, which hold for every call:
     and at most 100 000 a run: a Sample that did not end REACHED and an empty ClaimGroups are tried anew. Restore
     forgets them all.
   * Batch calls answer OK with one ItemOutcome per item, in order; good items are applied. Only a fault of the
-    envelope (unknown run, stale epoch, size) refuses the whole call. AddGroups alone is all or nothing.
+    envelope (unknown run, stale epoch, size) refuses the whole call. AddGroups alone is all or nothing. So that no
+    run waits long for another, a call or stream batch brings at most 2048 results, failures, tokens or reports and
+    4096 groups or ids (INVALID_ARGUMENT / TOO_MANY_ITEMS), an answer brings at most 1024 claims, and larger work of
+    the service itself is done in slices.
   * Unknown run: NOT_FOUND / RUN_NOT_FOUND. Unknown partition: NOT_FOUND / PARTITION_NOT_FOUND.
   * Durations are google.protobuf.Duration; negative ones are INVALID_ARGUMENT, huge ones are capped at 30 days.
   * Domain time is the job's own time. It equals wall time except in tests and demos, where one domain second lasts
@@ -1173,7 +1176,7 @@ class ReplayBufferStub(typing.Generic[_ReplayBufferCreateRunType, _ReplayBufferG
 
     EvictGroups: _ReplayBufferEvictGroupsType
     """EvictGroups removes groups on the caller's order, in any state but sampled. Unknown ids are counted, not refused;
-    those of an unknown partition are all missing. Errors: INVALID_ARGUMENT / TOO_MANY_GROUPS.
+    those of an unknown partition are all missing.
     """
 
     PutPayload: _ReplayBufferPutPayloadType
@@ -1682,7 +1685,7 @@ class ReplayBufferServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[turnout.buffer.v1.buffer_pb2.EvictGroupsResponse, collections.abc.Awaitable[turnout.buffer.v1.buffer_pb2.EvictGroupsResponse]]:
         """EvictGroups removes groups on the caller's order, in any state but sampled. Unknown ids are counted, not refused;
-        those of an unknown partition are all missing. Errors: INVALID_ARGUMENT / TOO_MANY_GROUPS.
+        those of an unknown partition are all missing.
         """
 
     @abc.abstractmethod
