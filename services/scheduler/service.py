@@ -62,7 +62,9 @@ class SchedulerService(HostedService):
         self.registry.go_on()
 
     async def drain(self) -> None:
-        await self.registry.drain()
+        # What is kept, the next process goes on with: calls under way have the grace, and then they are cut.
+        if self.keeper is None or self.keeper.journal is None:
+            await self.registry.drain()
 
     async def close(self) -> None:
         await self.registry.close()

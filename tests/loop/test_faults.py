@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from turnout.scheduler.v1 import events_pb2, scheduler_pb2
 from turnout.trainer import AsyncTrainerHooks, Moved, TrainerSetup, WeightTarget
 
 LISTEN = ["127.0.0.1:0"]
+ONCE = ClientOptions(retry=RetryPolicy(max_attempts=1))
 METHODS = ["fault_hang", "fault_fail", "fault_heal"]
 
 
@@ -107,8 +108,13 @@ async def finish(hooks: AsyncTrainerHooks, count: int) -> None:
 
 
 @asynccontextmanager
-async def stack(data_dir: Path | None = None, **engine: Any) -> AsyncIterator[Stack]:
-    """The three services; the buffer keeps what it knows in `data_dir`, if there is one."""
+async def stack(
+    data_dir: Path | None = None, *, scheduler_target: str = "", options: ClientOptions = ONCE, **engine: Any
+) -> AsyncIterator[Stack]:
+    """The three services, but for the scheduler if there is one at `scheduler_target`.
+
+    The buffer keeps what it knows in `data_dir`, if there is one.
+    """
     engine_settings = EngineSettings(
         listen=LISTEN,
         time_scale=SCALE,
@@ -124,8 +130,10 @@ async def stack(data_dir: Path | None = None, **engine: Any) -> AsyncIterator[St
     async with (
         build_buffer(BufferSettings(listen=LISTEN, time_scale=SCALE, data_dir=data_dir)) as buffer,
         build_engine(engine_settings) as engine_host,
-        build_scheduler(scheduler_settings) as scheduler,
+        AsyncExitStack() as more,
     ):
+        if not scheduler_target:
+            scheduler_target = (await more.enter_async_context(build_scheduler(scheduler_settings))).target
         config = scheduler_pb2.RunConfig(
             switch=scheduler_pb2.SwitchConfig(enable_switch=True, switch_threshold_ratio=0.5),
             train_batch_size=8,
@@ -140,11 +148,11 @@ async def stack(data_dir: Path | None = None, **engine: Any) -> AsyncIterator[St
             TrainerSetup(
                 RUN,
                 config,
-                scheduler=scheduler.target,
+                scheduler=scheduler_target,
                 buffer=buffer.target,
                 engine=engine_host.target,
                 buffer_config=buffer_pb2.RunConfig(),
-                options=ClientOptions(retry=RetryPolicy(max_attempts=1)),
+                options=options,
             )
         )
 

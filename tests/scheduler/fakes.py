@@ -239,6 +239,8 @@ class FakeEngine(engine_pb2_grpc.EngineControllerServicer):
         """Replicas that never serve."""
         self.progress: list[engine_pb2.ProgressReport] = []
         self.requests: list[Any] = []
+        self.moves: list[tuple[str, str]] = []
+        """The calls that moved GPUs, each with the lend it was for."""
         self._changed = asyncio.Condition()
 
     def add(self, replica_id: str, *, hybrid: bool = True, gpu: str = "", node: str = "n0") -> None:
@@ -250,6 +252,11 @@ class FakeEngine(engine_pb2_grpc.EngineControllerServicer):
         self.replicas[replica_id] = engine_pb2.Replica(
             spec=spec, route=route, confirmed_free=hybrid, health=engine_pb2.REPLICA_HEALTH_HEALTHY
         )
+
+    @property
+    def all_free(self) -> bool:
+        """Whether the trainer may use the memory of all hybrids."""
+        return all(replica.confirmed_free for replica in self.hybrids())
 
     def hybrids(self) -> list[engine_pb2.Replica]:
         return [r for r in self.replicas.values() if r.spec.role == engine_pb2.REPLICA_ROLE_HYBRID]
@@ -292,6 +299,7 @@ class FakeEngine(engine_pb2_grpc.EngineControllerServicer):
         self.requests.append(request)
         self._check(request)
         await self.script.enter("BeginLend")
+        self.moves.append(("BeginLend", request.lend_id))
         self.lend_id = request.lend_id
         for replica in self.hybrids():
             replica.lend_id = request.lend_id
@@ -306,6 +314,7 @@ class FakeEngine(engine_pb2_grpc.EngineControllerServicer):
         self.requests.append(request)
         self._check(request)
         await self.script.enter("FinishLend")
+        self.moves.append(("FinishLend", request.lend_id))
         for replica in self.hybrids():
             deaf = replica.spec.replica_id in self.deaf
             replica.route = engine_pb2.ROUTE_STATE_OUT if deaf else engine_pb2.ROUTE_STATE_SERVING
@@ -317,6 +326,7 @@ class FakeEngine(engine_pb2_grpc.EngineControllerServicer):
     async def AbortLend(self, request: engine_pb2.AbortLendRequest, context: Context) -> engine_pb2.AbortLendResponse:
         self._check(request)
         await self.script.enter("AbortLend")
+        self.moves.append(("AbortLend", request.lend_id))
         await self._free("op-abort")
         return engine_pb2.AbortLendResponse()
 
@@ -324,6 +334,7 @@ class FakeEngine(engine_pb2_grpc.EngineControllerServicer):
         self.requests.append(request)
         self._check(request)
         await self.script.enter("Reclaim")
+        self.moves.append(("Reclaim", ""))
         await self._free("op-reclaim")
         return engine_pb2.ReclaimResponse(incarnation=self.incarnation)
 
@@ -392,7 +403,7 @@ def host_buffer(fake: FakeBuffer, listen: str = "127.0.0.1:0") -> ServiceHost:
             lambda server: buffer_pb2_grpc.add_ReplayBufferServicer_to_server(fake, server),
         )
 
-    return ServiceHost("buffer", ServiceSettings(listen=[listen], grace_s=0.2), build)
+    return ServiceHost("buffer", ServiceSettings(listen=[listen], grace_s=0.02), build)
 
 
 def host_engine(fake: FakeEngine, listen: str = "127.0.0.1:0") -> ServiceHost:
@@ -404,4 +415,4 @@ def host_engine(fake: FakeEngine, listen: str = "127.0.0.1:0") -> ServiceHost:
             lambda server: engine_pb2_grpc.add_EngineControllerServicer_to_server(fake, server),
         )
 
-    return ServiceHost("engine", ServiceSettings(listen=[listen], grace_s=0.2), build)
+    return ServiceHost("engine", ServiceSettings(listen=[listen], grace_s=0.02), build)

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from pathlib import Path
 from typing import Any
 
+import grpc.aio
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.runtime.errors import Code
 from services.runtime.host import StartError
+from services.runtime.journal.database import Database
 from services.scheduler.domain import events
 from services.scheduler.service import SchedulerService
 from services.scheduler.settings import SchedulerSettings
 from services.scheduler.storage import policy_image
-from tests.scheduler.world import World, error_of, run_config, world
+from tests.scheduler.world import World, error_of, rest_of, run_config, world
 from turnout.buffer.v1 import buffer_pb2
 from turnout.scheduler.v1 import events_pb2
 from turnout.scheduler.v1 import scheduler_pb2 as pb
@@ -240,6 +244,73 @@ async def test_a_watch_goes_on_behind_what_it_saw_and_says_what_is_gone(tmp_path
         assert numbers[: last - first + 1] == list(range(first, last + 1))
         error = await error_of(trainer.events())
         assert (error.code, error.reason, error.metadata["first"]) == (Code.OUT_OF_RANGE, "EVENTS_TRIMMED", str(first))
+
+
+async def until_health(w: World, status: int) -> None:
+    """Return once the health of the service is this."""
+    async with grpc.aio.insecure_channel(w.host.target, options=[("grpc.enable_http_proxy", 0)]) as channel:
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        request = health_pb2.HealthCheckRequest(service="turnout.scheduler.v1.SwitchScheduler")
+        async with asyncio.timeout(20):
+            async for answer in stub.Watch(request):
+                if answer.status == status:
+                    return
+
+
+async def test_a_failed_commit_takes_back_what_was_not_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that holds what the disk refused would order engines about on what no restart knows of."""
+    broken: list[Exception] = []
+    append = Database.append
+
+    def refusing(database: Database, count: int, body: bytes) -> None:
+        if broken:
+            raise broken[0]
+        append(database, count, body)
+
+    monkeypatch.setattr(Database, "append", refusing)
+    async with world(data_dir=tmp_path) as w:
+        trainer = await w.trainer()
+        watch = w.stub.WatchRun(pb.WatchRunRequest(run_id="run"))
+        await watch.initial_metadata()
+        await w.buffer.set_depth(8)
+        w.moves()
+        broken.append(OSError(errno.EIO, "Input/output error"))
+        assert (await error_of(trainer.begin(1))).code is Code.UNAVAILABLE
+        await until_health(w, health_pb2.HealthCheckResponse.NOT_SERVING)
+        assert (await error_of(trainer.run())).reason == "RELOADING"
+        assert (await error_of(rest_of(watch))).code is Code.UNAVAILABLE
+        assert w.moves() == [], "engines were ordered about before that was durable"
+        broken.clear()
+        await until_health(w, health_pb2.HealthCheckResponse.SERVING)
+        assert (await settled(w)).mode == events_pb2.MODE_ROLLOUT
+        assert (await trainer.begin(1)).mode == events_pb2.MODE_TRAINER
+        kinds = [event.WhichOneof("event") for event in await trainer.events()]
+        assert kinds.count("step_began") == kinds.count("reclaim_done") == 1
+
+
+async def test_a_snapshot_stands_for_the_records_before_it(tmp_path: Path) -> None:
+    """The journal of a run of weeks would be read for minutes at a start, and fill the disk."""
+    async with world(data_dir=tmp_path) as w:
+        trainer = await w.trainer()
+        await w.buffer.set_depth(8)
+        ended = await trainer.step(1, wait=5.0)
+        keeper = service_of(w).keeper
+        assert keeper is not None
+        journal = keeper.journal
+        assert journal is not None
+        await keeper.snapshot()
+        assert journal.snapshot_position == journal.position > 0
+        assert journal.stats.log_bytes == 0
+        before, told = await trainer.run(), await trainer.events()
+        await w.restart()
+        assert without_lease(await settled(w)) == without_lease(before)
+        assert await trainer.end(1) == ended
+        assert await trainer.events() == told
+        await w.buffer.set_depth(8)
+        await trainer.begin(2)
+        await w.restart()
+        await trainer.prepare(2)
+        assert (await trainer.run()).step == 2
 
 
 async def test_two_schedulers_on_one_directory_are_refused(tmp_path: Path) -> None:

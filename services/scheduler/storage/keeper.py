@@ -58,7 +58,8 @@ class Keeper:
         self._loaded = False
         self._books: dict[str, Book] = {}
         self._due: dict[str, Book] = {}
-        self._compaction_due = asyncio.Event()
+        self.compaction_due = asyncio.Event()
+        """Set when the journal has grown so long that a snapshot is worth its cost."""
 
     @property
     def journal(self) -> Journal | None:
@@ -104,7 +105,7 @@ class Keeper:
             record.now = self._tools.clock.now()
             journal.append(book.hosted.run.run_id, record.SerializeToString())
             if journal.compaction_due:
-                self._compaction_due.set()
+                self.compaction_due.set()
 
     async def durable(self, hosted: HostedRun) -> None:
         """Return once everything that became of the run so far is durable. Raises why it is not."""
@@ -190,8 +191,8 @@ class Keeper:
     async def compact(self, tick: Tick) -> None:
         """Take a snapshot whenever the log has grown long; never returns."""
         while True:
-            await self._compaction_due.wait()
-            self._compaction_due.clear()
+            await self.compaction_due.wait()
+            self.compaction_due.clear()
             begun = time.perf_counter()
             try:
                 await self.snapshot()
