@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import errno
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -246,15 +248,20 @@ async def test_a_watch_goes_on_behind_what_it_saw_and_says_what_is_gone(tmp_path
         assert (error.code, error.reason, error.metadata["first"]) == (Code.OUT_OF_RANGE, "EVENTS_TRIMMED", str(first))
 
 
-async def until_health(w: World, status: int) -> None:
-    """Return once the health of the service is this."""
+@asynccontextmanager
+async def watched_health(w: World) -> AsyncIterator[Callable[[int], Awaitable[None]]]:
+    """What returns once the health of the service is, or since the last such call was, this."""
     async with grpc.aio.insecure_channel(w.host.target, options=[("grpc.enable_http_proxy", 0)]) as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
-        request = health_pb2.HealthCheckRequest(service="turnout.scheduler.v1.SwitchScheduler")
-        async with asyncio.timeout(20):
-            async for answer in stub.Watch(request):
-                if answer.status == status:
-                    return
+        answers = stub.Watch(health_pb2.HealthCheckRequest(service="turnout.scheduler.v1.SwitchScheduler"))
+
+        async def until(status: int) -> None:
+            async with asyncio.timeout(20):
+                while (await answers.read()).status != status:
+                    pass
+
+        await until(health_pb2.HealthCheckResponse.SERVING)
+        yield until
 
 
 async def test_a_failed_commit_takes_back_what_was_not_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,7 +275,7 @@ async def test_a_failed_commit_takes_back_what_was_not_stored(tmp_path: Path, mo
         append(database, count, body)
 
     monkeypatch.setattr(Database, "append", refusing)
-    async with world(data_dir=tmp_path) as w:
+    async with world(data_dir=tmp_path) as w, watched_health(w) as until_health:
         trainer = await w.trainer()
         watch = w.stub.WatchRun(pb.WatchRunRequest(run_id="run"))
         await watch.initial_metadata()
@@ -276,12 +283,11 @@ async def test_a_failed_commit_takes_back_what_was_not_stored(tmp_path: Path, mo
         w.moves()
         broken.append(OSError(errno.EIO, "Input/output error"))
         assert (await error_of(trainer.begin(1))).code is Code.UNAVAILABLE
-        await until_health(w, health_pb2.HealthCheckResponse.NOT_SERVING)
-        assert (await error_of(trainer.run())).reason == "RELOADING"
+        await until_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         assert (await error_of(rest_of(watch))).code is Code.UNAVAILABLE
         assert w.moves() == [], "engines were ordered about before that was durable"
         broken.clear()
-        await until_health(w, health_pb2.HealthCheckResponse.SERVING)
+        await until_health(health_pb2.HealthCheckResponse.SERVING)
         assert (await settled(w)).mode == events_pb2.MODE_ROLLOUT
         assert (await trainer.begin(1)).mode == events_pb2.MODE_TRAINER
         kinds = [event.WhichOneof("event") for event in await trainer.events()]
