@@ -46,6 +46,8 @@ class SchedulerMetrics:
 
         def count() -> None:
             nonlocal counted
+            if run.log.ended:
+                return
             for placed in run.log.read(counted + 1, run.log.last - counted):
                 self._count(run, placed.event)
             counted = run.log.last

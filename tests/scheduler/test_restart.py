@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import errno
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import grpc.aio
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.runtime.errors import Code
 from services.runtime.host import StartError
@@ -248,22 +244,6 @@ async def test_a_watch_goes_on_behind_what_it_saw_and_says_what_is_gone(tmp_path
         assert (error.code, error.reason, error.metadata["first"]) == (Code.OUT_OF_RANGE, "EVENTS_TRIMMED", str(first))
 
 
-@asynccontextmanager
-async def watched_health(w: World) -> AsyncIterator[Callable[[int], Awaitable[None]]]:
-    """What returns once the health of the service is, or since the last such call was, this."""
-    async with grpc.aio.insecure_channel(w.host.target, options=[("grpc.enable_http_proxy", 0)]) as channel:
-        stub: Any = health_pb2_grpc.HealthStub(channel)
-        answers = stub.Watch(health_pb2.HealthCheckRequest(service="turnout.scheduler.v1.SwitchScheduler"))
-
-        async def until(status: int) -> None:
-            async with asyncio.timeout(20):
-                while (await answers.read()).status != status:
-                    pass
-
-        await until(health_pb2.HealthCheckResponse.SERVING)
-        yield until
-
-
 async def test_a_failed_commit_takes_back_what_was_not_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory that holds what the disk refused would order engines about on what no restart knows of."""
     broken: list[Exception] = []
@@ -275,19 +255,30 @@ async def test_a_failed_commit_takes_back_what_was_not_stored(tmp_path: Path, mo
         append(database, count, body)
 
     monkeypatch.setattr(Database, "append", refusing)
-    async with world(data_dir=tmp_path) as w, watched_health(w) as until_health:
+    async with world(data_dir=tmp_path) as w:
         trainer = await w.trainer()
+        keeper = service_of(w).keeper
+        assert keeper is not None
+        tell, told = keeper._set_serving, asyncio.Queue[bool]()
+
+        def set_serving(serving: bool) -> None:
+            tell(serving)
+            told.put_nowait(serving)
+
+        monkeypatch.setattr(keeper, "_set_serving", set_serving)
         watch = w.stub.WatchRun(pb.WatchRunRequest(run_id="run"))
         await watch.initial_metadata()
         await w.buffer.set_depth(8)
         w.moves()
         broken.append(OSError(errno.EIO, "Input/output error"))
         assert (await error_of(trainer.begin(1))).code is Code.UNAVAILABLE
-        await until_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        async with asyncio.timeout(20):
+            assert await told.get() is False
         assert (await error_of(rest_of(watch))).code is Code.UNAVAILABLE
         assert w.moves() == [], "engines were ordered about before that was durable"
         broken.clear()
-        await until_health(health_pb2.HealthCheckResponse.SERVING)
+        async with asyncio.timeout(20):
+            assert await told.get() is True
         assert (await settled(w)).mode == events_pb2.MODE_ROLLOUT
         assert (await trainer.begin(1)).mode == events_pb2.MODE_TRAINER
         kinds = [event.WhichOneof("event") for event in await trainer.events()]

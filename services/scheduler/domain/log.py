@@ -30,6 +30,11 @@ class EventLog:
         """Sequence number of the newest event, 0 before the first."""
         return self._first + len(self._events) - 1
 
+    @property
+    def ended(self) -> bool:
+        """Whether nothing is told of it any more."""
+        return self._ended is not None
+
     def append(self, event: Happening, at: float, time: float) -> RunEvent:
         """Add an event that happened at run time `at`, unix time `time`."""
         if self._events:
