@@ -247,14 +247,14 @@ async def test_a_watch_goes_on_behind_what_it_saw_and_says_what_is_gone(tmp_path
 async def test_a_failed_commit_takes_back_what_was_not_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory that holds what the disk refused would order engines about on what no restart knows of."""
     broken: list[Exception] = []
-    append = Database.append
+    append = Database._append
 
     def refusing(database: Database, count: int, body: bytes) -> None:
         if broken:
             raise broken[0]
         append(database, count, body)
 
-    monkeypatch.setattr(Database, "append", refusing)
+    monkeypatch.setattr(Database, "_append", refusing)
     async with world(data_dir=tmp_path) as w:
         trainer = await w.trainer()
         keeper = service_of(w).keeper
