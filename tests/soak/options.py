@@ -17,10 +17,10 @@ RUNS: Final = ("drop", "wait")
 class Rates:
     """Mean seconds between two faults of a kind; 0 means never."""
 
-    kill_worker: float = 6.0
-    kill_trainer: float = 25.0
-    kill_service: float = 35.0
-    stop_service: float = 120.0
+    kill_worker: float = 5.0
+    kill_trainer: float = 20.0
+    kill_service: float = 25.0
+    stop_service: float = 90.0
     """SIGTERM instead of kill -9."""
     fill_disk: float = 60.0
     tear: float = 1.0
