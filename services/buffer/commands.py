@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from services.buffer.domain import results, work
-from services.buffer.domain.claims import Claim
 from services.buffer.domain.moment import Moment
 from services.buffer.domain.partition import Partition
 from services.buffer.domain.run import Run
@@ -46,11 +45,11 @@ def add_groups(run: Run, request: pb.AddGroupsRequest, at: Moment) -> pb.AddGrou
     return pb.AddGroupsResponse(added=len(specs), refill_remaining=remaining)
 
 
-def claim(partition: Partition, said: st.Claim, at: Moment) -> list[Claim]:
-    """Hand out again what was handed out."""
-    return [
-        work.claim(partition, partition.require(take.group_id), said.worker_id, take.limit, at) for take in said.takes
-    ]
+def claim(partition: Partition, said: st.Claim, at: Moment) -> tuple[str, ...]:
+    """Hand out again what was handed out; returns the ids of the claims."""
+    groups = ((partition.require(take.group_id), take.limit) for take in said.takes)
+    claims = [work.claim(partition, group, said.worker_id, limit, at) for group, limit in groups]
+    return tuple(claim.token.claim_id for claim in claims)
 
 
 def finish(partition: Partition, items: Iterable[pb.TrajectoryResult], at: Moment) -> list[pb.ItemOutcome]:

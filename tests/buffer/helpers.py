@@ -387,10 +387,7 @@ def knowledge(memory: Memory) -> list[str]:
             if copy.HasField("run"):
                 copy.run.id_prefix = ""
             if copy.HasField("answers"):
-                # Claims that have ended are not told to a repeat, so they are not loaded.
                 for answer in copy.answers.answers:
-                    living = [claim for claim in answer.claims if run.state.claims.get(claim) is not None]
-                    answer.claims[:] = living
                     # The moment of the call, or that of its decision a little later.
                     answer.at = 0.0
             lines.append(str(copy))

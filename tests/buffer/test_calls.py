@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator
+from types import CoroutineType, FrameType
 from typing import Any
 
 import google_crc32c
@@ -346,3 +348,20 @@ async def test_bytes_of_an_external_store_are_counted_up_to_what_fits(caller: Ca
     await caller.commit(told.done.lease_id)
     release = pb.ReleasePayloadRequest(run_id="run", epoch=1, lease_id=told.done.lease_id)
     assert (await caller.stub.ReleasePayload(release)).bytes_released == 2**63 - 1
+
+
+async def test_what_is_kept_for_a_repeated_claim_keeps_no_group_alive() -> None:
+    """Answers are kept for an hour: with groups in them the buffer grew by all that it ever handed out."""
+    async with running_buffer() as buffer:
+        caller = buffer.caller()
+        await caller.create()
+        await caller.add("a")
+        (claim,) = await caller.claim(request_id="once")
+        assert [again.token for again in await caller.claim(request_id="once")] == [claim.token]
+        (held,) = buffer.desk.runs.require(caller.run_id).state.claims
+        await caller.finish_claim(claim)
+        assert not await caller.claim(request_id="once"), "the claim has ended"
+        gc.collect()
+        assert not [
+            type(holder) for holder in gc.get_referrers(held) if not isinstance(holder, FrameType | CoroutineType)
+        ]

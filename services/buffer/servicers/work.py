@@ -69,17 +69,18 @@ class WorkCalls(BufferCalls):
 
         record = st.Record(claim=st.Claim(partition=partition.name, worker_id=request.worker_id))
 
-        async def execute() -> list[Claim]:
+        async def execute() -> tuple[str, ...]:
             claims = await self._claim(run, partition, record, limit, room, deadline)
             if not claims:
                 raise _NoWork
-            return claims
+            # Kept are ids: a claim would keep its group, results and all, for as long as the answer.
+            return tuple(claim.token.claim_id for claim in claims)
 
         try:
             if request.request_id:
                 require_id("request_id", request.request_id)
                 record.request_id, record.fingerprint = request.request_id, self.content(request)
-                claims = await self.desk.memory.answers["ClaimGroups"].once(
+                claim_ids = await self.desk.memory.answers["ClaimGroups"].once(
                     request.run_id,
                     "ClaimGroups",
                     request.request_id,
@@ -88,10 +89,11 @@ class WorkCalls(BufferCalls):
                     execute,
                 )
             else:
-                claims = await execute()
+                claim_ids = await execute()
         except _NoWork:
-            claims = []
+            claim_ids = ()
         await self.desk.durable()
+        claims = [claim for claim_id in claim_ids if (claim := run.state.claims.get(claim_id)) is not None]
         return pb.ClaimGroupsResponse(claims=self._living(run, claims, await self._prompts(claims)))
 
     async def _claim(

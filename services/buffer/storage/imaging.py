@@ -208,9 +208,9 @@ def answers_part(run_id: str, call: str, answers: Iterable[tuple[str, Answer]]) 
     for request_id, answer in answers:
         image = part.answers.answers.add(call=call, request_id=request_id, fingerprint=answer.fingerprint, at=answer.at)
         if call == "ClaimGroups":
-            claims = answer.value
-            assert isinstance(claims, list)
-            image.claims.extend([claim.token.claim_id for claim in claims])
+            claim_ids = answer.value
+            assert isinstance(claim_ids, tuple)
+            image.claims.extend(claim_ids)
         else:
             response = answer.value
             assert hasattr(response, "SerializeToString")

@@ -86,25 +86,12 @@ class SnapshotReader:
         for answer in image.answers:
             value: object
             if answer.call == "ClaimGroups":
-                value = answer
+                value = tuple(answer.claims)
             else:
                 value = getattr(pb, f"{answer.call}Response").FromString(answer.response)
             self._memory.answers[answer.call].remember(
                 image.run_id, answer.call, answer.request_id, answer.fingerprint, answer.at, value
             )
-
-    def finish(self) -> None:
-        """Turn the claims that answers name into those of the runs."""
-        answers = self._memory.answers["ClaimGroups"]
-        for run in self._memory.runs:
-            kept = answers.kept(run.run_id)
-            answers.forget_run(run.run_id)
-            for request_id, answer in kept:
-                image = answer.value
-                assert isinstance(image, st.AnswerImage)
-                found = (run.state.claims.get(claim_id) for claim_id in image.claims)
-                claims = [claim for claim in found if claim is not None]
-                answers.remember(run.run_id, "ClaimGroups", request_id, answer.fingerprint, answer.at, claims)
 
 
 async def load(journal: Journal, store: PayloadStore) -> Memory:
@@ -115,7 +102,6 @@ async def load(journal: Journal, store: PayloadStore) -> Memory:
         reader = SnapshotReader(memory, store)
         async for chunk in journal.read_snapshot():
             reader.feed(st.Part.FromString(chunk))
-        reader.finish()
         replay = Replay(memory, store)
         async for record in journal.replay():
             replay.apply(record.stream, st.Record.FromString(record.payload))

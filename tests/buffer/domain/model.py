@@ -84,7 +84,6 @@ class World:
         for payloads, part in imaging.parts():
             imaging.release(payloads)
             reader.feed(st.Part.FromString(part.SerializeToString()))
-        reader.finish()
         self.run = memory.runs.require(self.run.run_id)
         self.run.restart(self.run.state.ids.prefix + "x", self.at)
         assert sorted(self.store.retain(self.run.state.payloads.ids())) == []

@@ -1114,7 +1114,7 @@ class AnswerImage(google.protobuf.message.Message):
     """The response, encoded; not used for ClaimGroups."""
     @property
     def claims(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Claims of a ClaimGroups that lived when the image was made."""
+        """Ids of the claims of a ClaimGroups; those that have ended are not told to a repeat."""
 
     def __init__(
         self,
