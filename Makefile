@@ -31,7 +31,7 @@ demo: $(VENV)/.run ## watch a training loop lend its GPUs and take them back (ab
 
 test: lint types protos-lint ## everything a change has to pass
 	$(BIN)/python -m pytest -m "not slow"
-	@if [ -e $(VLLM)/.ready ]; then $(VLLM)/bin/python -m pytest -q -m smoke tests/vllm; \
+	@if [ -e $(VLLM)/.ready ]; then $(VLLM)/bin/python -m pytest -q -W default -m smoke tests/vllm; \
 	else echo "the smoke test against a real vLLM was skipped: make $(VLLM)/.ready installs one"; fi
 	@if [ -f $(RAY)/.dev ]; then $(MAKE) --no-print-directory test-stores; \
 	else echo "not run: the payload stores over real Ray and TransferQueue, which need $(RAY): make test-stores"; fi
@@ -40,7 +40,7 @@ test-all: lint types protos-lint test-vllm ## the same, the slow tests and those
 	$(BIN)/python -m pytest
 
 test-vllm: $(VLLM)/.ready ## everything against a real vLLM on this machine's CPU
-	$(VLLM)/bin/python -m pytest tests/vllm
+	$(VLLM)/bin/python -m pytest -W default tests/vllm
 
 test-stores: $(RAY)/.dev ## the payload stores over real Ray and TransferQueue (makes an environment of 2 GB at first)
 	$(RAY)/bin/python -m pytest tests/client/stores

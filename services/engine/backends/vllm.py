@@ -274,9 +274,7 @@ class VllmBackend:
             self._new_version = version
             again, self._update_id = update_id == self._update_id, update_id
             if not again:
-                await self._movers.begin()
-                # A controller that was started again asks once more for what the engine may have finished meanwhile.
-                self._movers.moved = (await self._surface.read()).weight_version == str(version)
+                await self._movers.abandon()
 
         await self._do("start_weight_update", work, timeout)
 
@@ -361,10 +359,11 @@ class VllmBackend:
             for tag in sorted(missing):
                 await self._surface.wake_up([tag])
         # With the last tag vLLM schedules again, whatever its weights are.
+        kept = state.pause_mode is PauseMode.KEEP
         state.woke(missing)
         if not state.asleep and not state.fit():
-            await self._surface.pause("abort", False)
-            state.stopped(PauseMode.ABORT)
+            await self._surface.pause("keep" if kept else "abort", False)
+            state.stopped(PauseMode.KEEP if kept else PauseMode.ABORT)
 
     def _confirm_freed(self, before: Reading, after: Reading) -> None:
         if before.memory_bytes is None or after.memory_bytes is None or before.tagged_bytes is None:

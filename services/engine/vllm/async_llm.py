@@ -19,6 +19,7 @@ from services.engine.backends.base import engine_dead
 from services.engine.domain.requests import Finish
 from services.engine.vllm import surface as calls
 from services.engine.vllm.config import VllmConfig
+from services.engine.vllm.plugin import OWNER
 from services.engine.vllm.surface import Draw, Reading, Tokens
 from services.runtime.errors import TurnoutError, aborted, describe, invalid_argument, unavailable
 
@@ -66,6 +67,7 @@ async def start(config: VllmConfig) -> AsyncLlmSurface:
     """
     for name, value in config.variables().items():
         os.environ.setdefault(name, value)
+    os.environ[OWNER] = str(os.getpid())
     starting = asyncio.ensure_future(asyncio.to_thread(_start, config.arguments()))
     try:
         engine = await asyncio.shield(starting)

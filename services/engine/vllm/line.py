@@ -53,6 +53,7 @@ class Line:
         except TimeoutError:
             raise self._busy() from None
         try:
+            await self._check()
             if self.busy and not await self._ended(until):
                 raise self._busy()
             task: asyncio.Task[T] = asyncio.create_task(work(), name=f"{self._name} {what}")

@@ -68,15 +68,15 @@ class Movers:
         self._crc: int | None = None
         self.moved = False
 
-    async def begin(self) -> None:
-        """A transaction begins."""
-        await self.abandon()
-
     async def receive(self, size: int, info_json: str, chunks: AsyncIterator[bytes]) -> Move:
         """Read one move to its end; INVALID_ARGUMENT if it names what does not exist."""
         info = self._read_info(info_json)
         mover = str(info.pop("mover", "file"))
         self._check_info(mover, info, size)
+        if mover in ("file", "transfer") and calls.WEIGHT_TRANSFER not in self._surface.offers:
+            raise failed_precondition(
+                "NOT_OFFERED", f"{self._name} was started without weight_transfer_config", replica_id=self._name
+            )
         if not size:
             async for _ in chunks:
                 pass
@@ -149,10 +149,6 @@ class Movers:
         self._crc, self.moved = None, False
 
     async def _open_session(self, init: dict[str, Any]) -> None:
-        if calls.WEIGHT_TRANSFER not in self._surface.offers:
-            raise failed_precondition(
-                "NOT_OFFERED", f"{self._name} was started without weight_transfer_config", replica_id=self._name
-            )
         if not self._initialised:
             await self._surface.init_transfer(init)
             self._initialised = True

@@ -79,6 +79,7 @@ class Engine:
         self.backend = backend
         self.surface = surface
         self.raw = surface.engine
+        self.processes: list[int] = []
         self._count = 0
 
     @classmethod
@@ -135,6 +136,22 @@ class Engine:
             while (await before()).decoded_tokens <= started:  # noqa: ASYNC110 - progress has no event
                 await asyncio.sleep(0.005)
         return task
+
+
+def weights_file(models: Path) -> Path:
+    """The new weights."""
+    return models / "new" / "tiny-llama" / "model.safetensors"
+
+
+def greedy(model: Path, tokens: int = 20) -> list[int]:
+    """What a model computes in transformers."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+    with torch.no_grad():
+        output = loaded.generate(torch.tensor([PROMPT]), max_new_tokens=tokens, do_sample=False)
+    return [int(token) for token in output[0, len(PROMPT) :]]
 
 
 async def refused(call: Any, code: str, reason: str) -> TurnoutError:
