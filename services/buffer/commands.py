@@ -54,13 +54,31 @@ def claim(partition: Partition, said: st.Claim, at: Moment) -> tuple[str, ...]:
 
 def finish(partition: Partition, items: Iterable[pb.TrajectoryResult], at: Moment) -> list[pb.ItemOutcome]:
     """Settle trajectories with their results."""
-    return each(items, lambda item: results.finish(partition, result_from(item), at, same_outputs))
+
+    def settle(item: pb.TrajectoryResult) -> None:
+        result = result_from(item)
+        try:
+            results.finish(partition, result, at, same_outputs)
+        except TurnoutError as error:
+            results.refused(partition, result.outputs, error)
+            raise
+
+    return each(items, settle)
 
 
 def fail(run: Run, request: pb.FailTrajectoriesRequest, at: Moment) -> pb.FailTrajectoriesResponse:
     """Settle failed attempts."""
     partition = run.partition(request.partition)
-    outcomes = each(request.failures, lambda item: results.fail(partition, failure_from(item), at))
+
+    def settle(item: pb.TrajectoryFailure) -> None:
+        failure = failure_from(item)
+        try:
+            results.fail(partition, failure, at)
+        except TurnoutError as error:
+            results.refused(partition, failure.partial, error)
+            raise
+
+    outcomes = each(request.failures, settle)
     return pb.FailTrajectoriesResponse(outcomes=outcomes)
 
 

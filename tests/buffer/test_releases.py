@@ -156,6 +156,49 @@ async def test_a_payload_that_two_groups_name_is_counted_once_and_goes_with_the_
     assert buffer.desk.runs.require(caller.run_id).state.payloads.held == 0
 
 
+async def test_h15_payloads_of_results_that_came_too_late_are_let_go(buffer: Buffer) -> None:
+    """A worker whose claim was lost, or whose group is gone, put its bytes for nothing, and nobody else knows them."""
+    caller = buffer.caller()
+    await caller.create(max_attempts=3)
+    await finish(caller, "kept")
+
+    def handed(group_id: str, name: str, token: pb.ClaimToken | None = None) -> pb.TrajectoryResult:
+        made = pb.Output(segments=[pb.Segment(tokens=1)], rewards={"reward": 0.0}, payload=external(name))
+        return result(group_id, 0, made, token=token)
+
+    await caller.add("g")
+    (claim,) = await caller.claim()
+    await caller.fail(claim, partial=[pb.Output(segments=[pb.Segment(tokens=1)], payload=external("partial"))])
+    reasons = [
+        outcome.reason
+        for outcome in await caller.finish(
+            handed("never", "unknown"),
+            handed("g", "late", claim.token),
+            handed("kept", "other", claim.token),
+            handed("kept", "kept", claim.token),
+        )
+    ]
+    assert reasons == ["GROUP_NOT_FOUND", "STALE_CLAIM", "", ""]
+    assert await waiting(caller) == ["unknown", "late", "other"]
+    # A fault of the result itself is mended and tried again with the same bytes.
+    broken = pb.Output(segments=[pb.Segment(tokens=0)], payload=external("mended"))
+    (claim,) = await caller.claim()
+    assert [one.reason for one in await caller.finish(result("g", 0, broken, token=claim.token))] == [
+        "EMPTY_TRAJECTORY"
+    ]
+    assert [one.reason for one in await caller.finish(handed("g", "mended", claim.token))] == [""]
+    assert await waiting(caller) == ["unknown", "late", "other", "partial"]
+
+
+async def test_partial_output_that_is_not_kept_is_let_go(caller: Caller) -> None:
+    """The attempts are used up, or partial output is discarded: nobody continues it."""
+    await caller.create(partial_rollout=False, max_attempts=2)
+    await caller.add("g")
+    (claim,) = await caller.claim()
+    await caller.fail(claim, partial=[pb.Output(segments=[pb.Segment(tokens=1)], payload=external("partial"))])
+    assert await waiting(caller) == ["partial"]
+
+
 async def test_releases_survive_restarts_until_they_are_acknowledged(tmp_path: Path) -> None:
     """At least once, whoever dies in between; by replay of records and from a snapshot."""
     async with running_buffer(data_dir=tmp_path) as buffer:

@@ -35,7 +35,9 @@ def test_what_stays_is_kept_out_of_full_collections() -> None:
         last = weakref.ref(residents[-1])
         residents.clear()
         assert last() is None
-    assert not [callback for callback in gc.callbacks if getattr(callback, "__module__", "") == no_collections.__module__]
+    assert not [
+        callback for callback in gc.callbacks if getattr(callback, "__module__", "") == no_collections.__module__
+    ]
 
 
 def test_cycles_of_the_young_are_found() -> None:

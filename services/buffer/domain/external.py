@@ -84,6 +84,11 @@ class ExternalBook:
         return self.empty and not self.holds_made and not self.given_up
 
     @property
+    def let_go_ever(self) -> int:
+        """How many payloads this process saw let go."""
+        return self._numbers
+
+    @property
     def named(self) -> Mapping[Key, Named]:
         """What is named."""
         return self._named
@@ -132,6 +137,13 @@ class ExternalBook:
             self._held[key] = Held(there.payload, there.since, self.holds_made)
         else:
             self._release(key, there.payload)
+            self.wake()
+
+    def refuse(self, payload: Payload) -> None:
+        """A payload was handed in with a result that is not wanted any more; unless it is known, it may go."""
+        key = (payload.store, payload.id)
+        if key not in self._named and key not in self._held and key not in self._queue:
+            self._release(key, payload)
             self.wake()
 
     def _release(self, key: Key, payload: Payload) -> None:

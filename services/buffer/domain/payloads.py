@@ -241,6 +241,12 @@ class PayloadBook:
         if outputs.payloads:
             outputs.payloads = tuple([(position, self.keep(payload)) for position, payload in outputs.payloads])
 
+    def refuse(self, outputs: Outputs) -> None:
+        """These outputs are not wanted any more: what nothing names of theirs in external stores may go."""
+        for _, payload in outputs.payloads:
+            if isinstance(payload, Payload) and payload.store and payload.id:
+                self.external.refuse(payload)
+
     def check_outputs(self, field: str, outputs: Outputs) -> None:
         """Raise unless every payload of the outputs can be named."""
         for position, payload in outputs.payloads:

@@ -25,6 +25,12 @@ Same: TypeAlias = Callable[[int, bytes, Sequence[tuple[int, Payload | InlinePayl
 is offered. It is for those who know the encoding to say."""
 
 
+# Refusals that no change to a result and no second try will mend.
+_FOR_GOOD = frozenset(
+    {"GROUP_NOT_FOUND", "STALE_CLAIM", "GROUP_SAMPLED", "GROUP_FAILED", "TRAJECTORY_FAILED", "TRAJECTORY_SETTLED"}
+)
+
+
 @dataclass(slots=True)
 class Result:
     """What one trajectory produced. Not frozen, for the reason given in `outputs`."""
@@ -63,6 +69,8 @@ def finish(partition: Partition, result: Result, at: Moment, same: Same) -> None
         _check_metric(partition.filter_metric, outputs)
     if trajectory.state is TrajectoryState.FINISHED:
         if _is_same(group, trajectory, result, same):
+            # The same bytes, perhaps put a second time under another id.
+            partition.state.payloads.refuse(outputs)
             return
         raise _settled(group, result.index)
     _check_open(group, trajectory, result.token)
@@ -97,6 +105,12 @@ def finish(partition: Partition, result: Result, at: Moment, same: Same) -> None
         _finish_group(partition, group, at)
 
 
+def refused(partition: Partition, outputs: Outputs | None, error: TurnoutError) -> None:
+    """A result or partial output was refused; if that is for good, its payloads in external stores may go."""
+    if outputs is not None and error.reason in _FOR_GOOD:
+        partition.state.payloads.refuse(outputs)
+
+
 def fail(partition: Partition, failure: Failure, at: Moment) -> None:
     """Report a failed attempt."""
     group, trajectory = _find(partition, failure.group_id, failure.index)
@@ -108,6 +122,9 @@ def fail(partition: Partition, failure: Failure, at: Moment) -> None:
     if failure.partial is not None:
         partition.state.payloads.check_outputs("partial.outputs", failure.partial)
     _lose_attempt(partition, group, failure, at)
+    if failure.partial is not None:
+        # Unless it was kept.
+        partition.state.payloads.refuse(failure.partial)
 
 
 def expire(partition: Partition, claim: Claim, at: Moment) -> None:

@@ -20,10 +20,12 @@ from turnout.buffer.v1 import buffer_pb2 as pb
 class ResultCalls(BufferCalls):
     """FinishTrajectories, FinishStream, FailTrajectories, FinishGroup, FailGroup, ReportProgress."""
 
-    def _settled(self, record: st.Record, outcomes: Iterable[pb.ItemOutcome]) -> bool:
-        """Whether a batch had an effect that must be recorded."""
+    def _settled(self, run: Run, record: st.Record, outcomes: Iterable[pb.ItemOutcome], let_go: int) -> bool:
+        """Whether a batch had an effect that must be recorded. `let_go`: external payloads let go before it."""
         return self.desk.journal is not None and (
-            bool(record.request_id) or any(not outcome.code for outcome in outcomes)
+            bool(record.request_id)
+            or any(not outcome.code for outcome in outcomes)
+            or run.state.payloads.external.let_go_ever != let_go
         )
 
     async def FinishTrajectories(
@@ -36,8 +38,9 @@ class ResultCalls(BufferCalls):
 
         def execute(record: st.Record) -> pb.FinishTrajectoriesResponse:
             at = self.desk.moment()
+            let_go = run.state.payloads.external.let_go_ever
             outcomes = commands.finish(partition, request.results, at)
-            if self._settled(record, outcomes):
+            if self._settled(run, record, outcomes, let_go):
                 record.finish_trajectories = request.SerializeToString()
                 self.desk.record(run, record, at)
             self.desk.changed(run, partition)
@@ -74,8 +77,9 @@ class ResultCalls(BufferCalls):
             await self.admit()
             run, partition = self.place(header.run_id, header.partition)
             at = self.desk.moment()
+            let_go = run.state.payloads.external.let_go_ever
             outcomes = commands.finish(partition, batch.results, at)
-            if self._settled(st.Record(), outcomes):
+            if self._settled(run, st.Record(), outcomes, let_go):
                 said = st.FinishBatch(partition=partition.name, batch=batch.SerializeToString())
                 self.desk.record(run, st.Record(finish_batch=said), at)
             self.desk.changed(run, partition)
@@ -92,8 +96,9 @@ class ResultCalls(BufferCalls):
 
         def execute(record: st.Record) -> pb.FailTrajectoriesResponse:
             at = self.desk.moment()
+            let_go = run.state.payloads.external.let_go_ever
             answer = commands.fail(run, request, at)
-            if self._settled(record, answer.outcomes):
+            if self._settled(run, record, answer.outcomes, let_go):
                 record.fail_trajectories = request.SerializeToString()
                 self.desk.record(run, record, at)
             self.desk.changed(run, partition)

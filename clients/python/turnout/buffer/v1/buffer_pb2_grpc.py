@@ -497,10 +497,11 @@ class ReplayBufferServicer(object):
 
     def WatchReleases(self, request, context):
         """WatchReleases tells the owner of an external payload store which references were let go and may be deleted there:
-        because they were released, evicted, or their run was deleted. It sends everything that AckReleases has not
-        answered, oldest first, then follows; so each comes at least once, over restarts of either side. A reference that a
-        checkpoint names is let go when the checkpoint is deleted at the earliest. The stream ends OK when the run is gone
-        and nothing of it can be let go any more.
+        because they were released, evicted, their run was deleted, or the result that brought them was refused for good (no
+        such group, stale claim, settled, failed or sampled). It sends everything that AckReleases has not answered, oldest
+        first, then follows; so each comes at least once, over restarts of either side. A reference that a checkpoint names
+        is let go when the checkpoint is deleted at the earliest. The stream ends OK when the run is gone and nothing of it
+        can be let go any more.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -1190,10 +1190,11 @@ class ReplayBufferStub(typing.Generic[_ReplayBufferCreateRunType, _ReplayBufferG
 
     WatchReleases: _ReplayBufferWatchReleasesType
     """WatchReleases tells the owner of an external payload store which references were let go and may be deleted there:
-    because they were released, evicted, or their run was deleted. It sends everything that AckReleases has not
-    answered, oldest first, then follows; so each comes at least once, over restarts of either side. A reference that a
-    checkpoint names is let go when the checkpoint is deleted at the earliest. The stream ends OK when the run is gone
-    and nothing of it can be let go any more.
+    because they were released, evicted, their run was deleted, or the result that brought them was refused for good (no
+    such group, stale claim, settled, failed or sampled). It sends everything that AckReleases has not answered, oldest
+    first, then follows; so each comes at least once, over restarts of either side. A reference that a checkpoint names
+    is let go when the checkpoint is deleted at the earliest. The stream ends OK when the run is gone and nothing of it
+    can be let go any more.
     """
 
     AckReleases: _ReplayBufferAckReleasesType
@@ -1714,10 +1715,11 @@ class ReplayBufferServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[turnout.buffer.v1.buffer_pb2.WatchReleasesResponse], collections.abc.AsyncIterator[turnout.buffer.v1.buffer_pb2.WatchReleasesResponse]]:
         """WatchReleases tells the owner of an external payload store which references were let go and may be deleted there:
-        because they were released, evicted, or their run was deleted. It sends everything that AckReleases has not
-        answered, oldest first, then follows; so each comes at least once, over restarts of either side. A reference that a
-        checkpoint names is let go when the checkpoint is deleted at the earliest. The stream ends OK when the run is gone
-        and nothing of it can be let go any more.
+        because they were released, evicted, their run was deleted, or the result that brought them was refused for good (no
+        such group, stale claim, settled, failed or sampled). It sends everything that AckReleases has not answered, oldest
+        first, then follows; so each comes at least once, over restarts of either side. A reference that a checkpoint names
+        is let go when the checkpoint is deleted at the earliest. The stream ends OK when the run is gone and nothing of it
+        can be let go any more.
         """
 
     @abc.abstractmethod
