@@ -42,6 +42,14 @@ _LAST_WORDS_S: Final = 0.5
 """To tell the watchers of its health that it stops, on a local network."""
 
 
+_GONE_S: Final = 1.0
+"""How long gRPC may take to cancel a call whose connection broke under a write: it is one turn of its event loop."""
+
+
+class _PeerGoneError(Exception):
+    """The connection broke while an answer was written."""
+
+
 class InFlight:
     """The calls at work."""
 
@@ -154,6 +162,10 @@ class Handlers(grpc.GenericRpcHandler):
             await abort(context, error)
         if isinstance(error, grpc.aio.AbortError):
             return
+        if isinstance(error, _PeerGoneError):
+            # gRPC hears of it at the same time, and cancels the call: nobody is left to be told anything.
+            await asyncio.sleep(_GONE_S)
+            await abort(context, unavailable("CONNECTION_LOST", "the connection broke; the call may be repeated"))
         if isinstance(error, asyncio.CancelledError):
             if self._in_flight.was_ended(task):
                 task.uncancel()
@@ -222,7 +234,10 @@ def _wrapped(handler: Handler, around: _Around) -> Handler:
         # Closed here and not by the garbage collector, so that clean-up has run when the call has ended.
         async with aclosing(stream):
             async for message in stream:
-                await context.write(encode(message))
+                try:
+                    await context.write(encode(message))
+                except grpc.aio.InternalError as error:
+                    raise _PeerGoneError from error
 
     if handler.request_streaming and handler.response_streaming:
 

@@ -12,10 +12,13 @@ import grpc.aio
 import pytest
 from google.protobuf.wrappers_pb2 import StringValue
 from grpc_status import rpc_status
+from prometheus_client import CollectorRegistry, generate_latest
 from structlog.testing import capture_logs
 
 from services.runtime.config import ServiceSettings
 from services.runtime.errors import Code, TurnoutError, failed_precondition, invalid_argument
+from services.runtime.handlers import Handlers, InFlight
+from services.runtime.metrics import CallMetrics
 from services.runtime.statuses import from_rpc_error
 from tests.runtime.helpers import Caller, probe_host
 
@@ -229,6 +232,49 @@ async def test_a_reader_that_goes_away_mid_stream_is_no_incident() -> None:
             call.cancel()
             await ended.wait()
     assert not [entry for entry in logs if entry["log_level"] == "error"]
+
+
+class Details(grpc.HandlerCallDetails):
+    """What gRPC says of a call before it begins."""
+
+    def __init__(self, method: str) -> None:
+        self.method = method
+        self.invocation_metadata = ()
+
+
+class BrokenContext:
+    """The context of a call whose connection breaks under the first write."""
+
+    def __init__(self) -> None:
+        self.tried = asyncio.Event()
+
+    async def write(self, message: bytes) -> None:
+        self.tried.set()
+        raise grpc.aio.InternalError('Failed "execute_batch"')
+
+    def code(self) -> int:
+        return 0
+
+
+async def test_a_connection_that_breaks_under_a_write_is_no_incident() -> None:
+    """gRPC has an exception of its own for it, a moment before it cancels the call; it was logged with a traceback."""
+    registry = CollectorRegistry()
+    handlers = Handlers(name="probe", in_flight=InFlight(), metrics=CallMetrics(registry))
+    handlers.ready = True
+    behavior = grpc.unary_stream_rpc_method_handler(_stream, StringValue.FromString, StringValue.SerializeToString)
+    handlers.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("probe", {"Stream": behavior})])
+    found: Any = handlers.service(Details("/probe/Stream"))
+    context = BrokenContext()
+    with capture_logs() as logs:
+        call = asyncio.ensure_future(found.unary_stream(b"", context))
+        await context.tried.wait()
+        await asyncio.sleep(0)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+    assert not logs
+    assert 'code="CANCELLED"' in generate_latest(registry).decode()
+    assert 'code="INTERNAL"' not in generate_latest(registry).decode()
 
 
 @pytest.mark.parametrize("over", [0, 1])
