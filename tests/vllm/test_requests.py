@@ -107,9 +107,10 @@ async def test_tokens_come_before_the_error_that_ended_them() -> None:
     surface = FakeSurface()
     surface.script = [Tokens([1, 2], [-0.1, -0.2]), Tokens([3], [-0.3]), engine_dead("gone")]
     outputs: list[EngineOutput] = []
+    stream = backend_on(surface).generate(request(delta_tokens=100))
+    outputs.append(await anext(stream))
     with pytest.raises(TurnoutError):
-        async for output in backend_on(surface).generate(request(delta_tokens=100)):
-            outputs.append(output)  # noqa: PERF401 - an error ends it
+        await anext(stream)
     assert [list(output.token_ids) for output in outputs] == [[1, 2, 3]]
     assert [list(output.logprobs) for output in outputs] == [[-0.1, -0.2, -0.3]]
 
