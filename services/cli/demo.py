@@ -20,6 +20,7 @@ from rich.console import Console
 
 from services.cli.examples import with_examples
 from services.cli.failures import CommandFailed, Misconfigured
+from services.cli.report import check_output, write_report
 from services.cli.running import run_async
 from services.demo.comparison import Comparison, compare
 from services.demo.events import Event
@@ -32,6 +33,7 @@ from services.scheduler.policies import names
 from services.views.demo_progress import DemoProgress, demo_progress
 from services.views.table import duration
 from services.views.timeline import timeline
+from turnout.scheduler.v1 import events_pb2
 
 _DEFAULT: Final = Job()
 PICTURE: Final = "turnout-demo.png"
@@ -94,6 +96,11 @@ PICTURE: Final = "turnout-demo.png"
     show_default=True,
     help="Where to write the timeline of the first seed (PNG).",
 )
+@click.option(
+    "--report",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Write the report of the first seed's job with switching to this file (.html or .png); see 'turnout report'.",
+)
 @click.option("--no-picture", is_flag=True, help="Write no picture.")
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as one JSON object.")
 def demo(
@@ -108,10 +115,13 @@ def demo(
     events: Path | None,
     picture: Path,
     no_picture: bool,
+    report: Path | None,
     as_json: bool,
 ) -> None:
     """Run the demo."""
     _check_policy(policy)
+    if report is not None:
+        check_output(report)
     prompts_path = (prompts or sample_file()).absolute()
     try:
         load_prompts(prompts_path)
@@ -127,7 +137,9 @@ def demo(
         demo_progress(Console(stderr=True, highlight=False), seeds=seeds, steps=steps) as progress,
     ):
         for one in jobs:
-            off, on = run_async(_run_pair(one, prompts_path, progress, event_file))
+            off, on, run_events = run_async(_run_pair(one, prompts_path, progress, event_file))
+            if one is jobs[0] and report is not None:
+                write_report(run_events, replace(one, switching=True).run_id, report)
             comparisons.append(compare(one.seed, off, on))
             if one is jobs[0] and not no_picture:
                 _draw(picture, job, comparisons[0], off, on)
@@ -140,6 +152,8 @@ def demo(
         console.print(summary(comparisons), markup=False)
     if not no_picture:
         click.echo(f"timeline: {picture}", err=as_json)
+    if report is not None:
+        click.echo(f"report: {report}", err=as_json)
     if events is not None:
         click.echo(f"events: {events}", err=as_json)
     faults = [fault for comparison in comparisons for fault in comparison.faults]
@@ -149,8 +163,8 @@ def demo(
 
 async def _run_pair(
     job: Job, prompts: Path, progress: DemoProgress, event_file: TextIO | None
-) -> tuple[list[Event], list[Event]]:
-    """Run a seed's job without and with switching, and return the events of both."""
+) -> tuple[list[Event], list[Event], list[events_pb2.RunEvent]]:
+    """Run a seed's job without and with switching; return the events of both, and the latter's own run events."""
     pair = []
     for switching in (False, True):
         one = replace(job, switching=switching)
@@ -167,7 +181,7 @@ async def _run_pair(
                 event_file.flush()
         progress.end()
         pair.append(recorder.events)
-    return pair[0], pair[1]
+    return pair[0], pair[1], recorder.run_events
 
 
 @contextmanager

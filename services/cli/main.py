@@ -23,6 +23,8 @@ _COMMANDS: Final = {
     "up": Entry("services.cli.up:up", "Run all three services on this machine."),
     "status": Entry("services.cli.status:status", "Show runs, modes, depths and replicas."),
     "top": Entry("services.cli.top:top", "Watch one run live."),
+    "events": Entry("services.cli.events:events", "Print a run's events, one JSON object a line."),
+    "report": Entry("services.cli.report:report", "Report on one run, as a page or a picture."),
     "buffer": Entry("services.cli.serve:buffer", "The replay buffer: 'turnout buffer serve'."),
     "engine": Entry("services.cli.serve:engine", "The engine controller and its agents: 'turnout engine serve'."),
     "scheduler": Entry("services.cli.serve:scheduler", "The switch scheduler: 'turnout scheduler serve'."),

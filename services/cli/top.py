@@ -18,16 +18,14 @@ from services.cli.examples import with_examples
 from services.cli.failures import CommandFailed
 from services.cli.running import run_async
 from services.cli.targets import SCHEDULER, target_option
+from services.cli.watching import FIRST_CALL, kept_events, only_run
 from services.views.run_state import RunState
 from services.views.top import frame
-from turnout.client import AsyncSchedulerClient, ClientOptions, OutOfRange, RetryPolicy, Timeouts, TurnoutError
+from turnout.client import AsyncSchedulerClient, TurnoutError
 from turnout.scheduler.v1 import scheduler_pb2
 
 _REFRESH_S: Final = 0.25
 """Fast enough to look live, slow enough to cost nothing."""
-
-_FIRST_CALL: Final = ClientOptions(timeouts=Timeouts(call=5.0, attempt=5.0), retry=RetryPolicy(max_attempts=1))
-"""The first question tells whether the scheduler is there; a person waits for it."""
 
 
 @click.command(
@@ -54,49 +52,22 @@ def top(run_id: str | None, scheduler: str, once: bool) -> None:
 
 
 async def _top(run_id: str | None, scheduler: str, once: bool) -> None:
-    async with AsyncSchedulerClient(scheduler, _FIRST_CALL) as client:
-        run_id = run_id or await _only_run(client)
+    async with AsyncSchedulerClient(scheduler, FIRST_CALL) as client:
+        run_id = run_id or await only_run(client, "--run")
         state = RunState()
-        first = await _first_kept(client, run_id, state)
+        async for event in kept_events(client, run_id):
+            state.fold(event)
         console = Console(highlight=False)
         if once:
             console.print(frame(run_id, state))
             return
     async with AsyncSchedulerClient(scheduler) as client:
-        await _live(client, run_id, state, first, console)
+        await _live(client, run_id, state, console)
 
 
-async def _only_run(client: AsyncSchedulerClient) -> str:
-    runs = (await client.calls.ListRuns(scheduler_pb2.ListRunsRequest())).runs
-    if not runs:
-        raise CommandFailed("there are no runs")
-    open_runs = [run for run in runs if run.open] or list(runs)
-    if len(open_runs) > 1:
-        raise CommandFailed("there are several runs: choose one with --run", [run.run_id for run in open_runs])
-    return open_runs[0].run_id
-
-
-async def _first_kept(client: AsyncSchedulerClient, run_id: str, state: RunState) -> int:
-    """Fold what is kept of the run, and return the number of the event that comes next."""
-    first = 1
-    while True:
-        request = scheduler_pb2.WatchRunRequest(run_id=run_id, from_sequence=first, no_follow=True)
-        try:
-            async with aclosing(client.watch_run(request)) as events:
-                async for event in events:
-                    state.fold(event)
-            return max(state.sequence + 1, first)
-        except OutOfRange as error:
-            # Older events were trimmed; the service says where to begin.
-            kept = int(error.metadata.get("first", "0"))
-            if kept <= first:
-                raise
-            first = kept
-
-
-async def _live(client: AsyncSchedulerClient, run_id: str, state: RunState, first: int, console: Console) -> None:
+async def _live(client: AsyncSchedulerClient, run_id: str, state: RunState, console: Console) -> None:
     async def follow() -> None:
-        request = scheduler_pb2.WatchRunRequest(run_id=run_id, from_sequence=first)
+        request = scheduler_pb2.WatchRunRequest(run_id=run_id, from_sequence=state.sequence + 1)
         async with aclosing(client.watch_run(request)) as events:
             async for event in events:
                 state.fold(event)

@@ -71,6 +71,8 @@ class Recorder:
         self._began_monotonic = 0.0
         self._run_offset: float | None = None
         self._next_sequence = 1
+        self.run_events: list[events_pb2.RunEvent] = []
+        """The run's own events, as the scheduler told them."""
 
     @property
     def events(self) -> list[Event]:
@@ -101,6 +103,7 @@ class Recorder:
     def take_run_event(self, event: events_pb2.RunEvent) -> None:
         """Take in an event of the run; those that are no part of the event file are left out."""
         self._next_sequence = event.sequence + 1
+        self.run_events.append(event)
         if event.HasField("replica_counters"):
             # The controller tells of a replica when its state changes; how much it has to do is told in these readings.
             for reading in event.replica_counters.replicas:

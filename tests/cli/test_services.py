@@ -8,6 +8,7 @@ import re
 import signal
 import socket
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -74,8 +75,8 @@ def open_run(targets: dict[str, str], run_id: str) -> None:
         )
 
 
-def test_status_and_top_show_a_run() -> None:
-    """The views of a run that exists: what operators look at all day."""
+def test_status_top_and_report_show_a_run(tmp_path: Path) -> None:
+    """The views of a run that exists: what operators look at all day, and what they hand on."""
     with running("up", *FREE) as process:
         targets = targets_of(process)
         open_run(targets, "run [1]")
@@ -86,6 +87,13 @@ def test_status_and_top_show_a_run() -> None:
         assert done.returncode == 0, done.stderr
         assert "run [1]" in done.stdout
         assert "opened with epoch 1" in done.stdout
+        file, page = tmp_path / "run.jsonl", tmp_path / "report.html"
+        file.write_text(turnout("events", "--scheduler", targets["scheduler"]).stdout)
+        for source in (("--scheduler", targets["scheduler"]), ("--events", str(file), "run [1]")):
+            done = turnout("report", "-o", str(page), *source)
+            assert done.returncode == 0, done.stderr
+            assert "<h1>run [1]</h1>" in page.read_text()
+            page.unlink()
         other = turnout("top", "--once", "--run", "other", "--scheduler", targets["scheduler"])
         assert other.returncode == 1
         assert "RUN_NOT_FOUND" in other.stderr
