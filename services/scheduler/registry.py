@@ -14,6 +14,7 @@ from typing import TypeVar
 from weakref import WeakValueDictionary
 
 from services.runtime.errors import Code, TurnoutError, invalid_argument, not_found, require_id
+from services.runtime.logs import get_logger
 from services.scheduler.checkpoints import Checkpoints
 from services.scheduler.domain import config as configs
 from services.scheduler.domain.config import PolicyFactory, RunConfig
@@ -26,6 +27,8 @@ from services.scheduler.trainer_calls import TrainerCalls
 from turnout.scheduler.v1.scheduler_pb2 import OpenRunResponse
 
 T = TypeVar("T")
+
+_log = get_logger("scheduler")
 
 _CLOSED_KEPT = 32
 """Closed runs whose events can still be read; beyond, the one closed longest ago is forgotten."""
@@ -163,8 +166,11 @@ class Registry:
         self._suspended = None
         for entry in self._entries.values():
             hosted, undertaking = entry.hosted, entry.hosted.undertaking
+            if undertaking is None or not hosted.run.is_open or undertaking.key not in hosted.run.order.expected():
+                continue
             # A wait alone is taken up when its trainer repeats the call: nobody would hear its refills before.
-            if hosted.run.is_open and undertaking is not None and (undertaking.began or hosted.run.modes.in_between):
+            if undertaking.began or hosted.run.modes.in_between:
+                _log.info("going on", run_id=hosted.run.run_id, call=str(undertaking.key))
                 hosted.begin(entry.calls.resumed(undertaking))
 
     async def suspend(self, error: TurnoutError) -> None:

@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache
 
 from services.runtime.errors import (
     TurnoutError,
@@ -98,7 +99,7 @@ class RunConfig:
 
     def as_json(self) -> str:
         """Every field, defaults filled in, as one JSON object."""
-        return json.dumps(asdict(self), sort_keys=True)
+        return _json_of(self)
 
     @classmethod
     def of_json(cls, text: str) -> RunConfig:
@@ -107,6 +108,12 @@ class RunConfig:
         values["switch"] = SwitchConfig(**values["switch"])
         values["hybrid_devices"] = tuple(Gpu(**gpu) for gpu in values["hybrid_devices"])
         return cls(**values)
+
+
+@lru_cache(maxsize=256)
+def _json_of(config: RunConfig) -> str:
+    """Remembered: what is kept of a run is written at each of its turns."""
+    return json.dumps(asdict(config), sort_keys=True)
 
 
 def check(config: RunConfig, create: PolicyFactory = policies.create) -> RunConfig:

@@ -13,15 +13,15 @@ from google.protobuf.message import Message
 from services.scheduler.checkpoints import Checkpoints
 from services.scheduler.convert_events import event_to_proto
 from services.scheduler.domain.calls import CallKey
-from services.scheduler.domain.events import RunEvent
+from services.scheduler.domain.events import RequestProgress, RunEvent
 from services.scheduler.hosted import HostedRun
 from services.scheduler.storage import policy_image
 from services.scheduler.storage.images import following_of, key_to, state_of
 from turnout.scheduler.storage.v1 import storage_pb2 as st
 from turnout.scheduler.v1 import scheduler_pb2
 
-EVENTS_PER_PART = 200
-"""Events in one part of a snapshot: some milliseconds of the event loop."""
+PART_WEIGHT = 500
+"""Events, and requests that readings hold, in one part of a snapshot: some milliseconds of the event loop."""
 
 
 class Book:
@@ -80,7 +80,7 @@ class Book:
     def parts(self) -> Iterator[st.Part]:
         """The run's parts of a snapshot. It is that of the moment in which the first is asked for."""
         run = self.hosted.run
-        kept = log_of(run.log)
+        kept = tuple(run.log)
         image = st.RunImage(
             run_id=run.run_id, first_event=run.log.first, policy_image=policy_image.write(run.learner.knowledge())
         )
@@ -95,14 +95,21 @@ class Book:
                 checkpoint_id=checkpoint_id, step=state.step, policy_image=policy_image.write(state.knowledge)
             )
         yield st.Part(run=image)
-        for start in range(0, len(kept), EVENTS_PER_PART):
-            batch = map(event_to_proto, kept[start : start + EVENTS_PER_PART])
-            yield st.Part(events=scheduler_pb2.WatchRunResponse(events=batch))
+        for batch in _batches(kept):
+            yield st.Part(events=scheduler_pb2.WatchRunResponse(events=map(event_to_proto, batch)))
 
 
-def log_of(log: Iterable[RunEvent]) -> tuple[RunEvent, ...]:
-    """The events of a log as they are now."""
-    return tuple(log)
+def _batches(kept: Iterable[RunEvent]) -> Iterator[list[RunEvent]]:
+    batch: list[RunEvent] = []
+    weight = 0
+    for placed in kept:
+        batch.append(placed)
+        weight += 1 + (len(placed.event.requests) if isinstance(placed.event, RequestProgress) else 0)
+        if weight >= PART_WEIGHT:
+            yield batch
+            batch, weight = [], 0
+    if batch:
+        yield batch
 
 
 def _answer(key: CallKey, content: bytes, answer: object) -> st.Answer:
