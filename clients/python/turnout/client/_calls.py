@@ -11,6 +11,7 @@ watches arm themselves again one layer up.
 
 from __future__ import annotations
 
+import math
 import random
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -74,7 +75,9 @@ def seconds(duration: Duration) -> float:
 
 
 def duration(value: float) -> Duration:
-    """Return seconds as a Duration, cut to what the services take."""
+    """Return seconds as a Duration, cut to what the services take. Raises ValueError for NaN."""
+    if math.isnan(value):
+        raise ValueError("NaN is no duration")
     nanos = round(min(max(value, 0.0), MAX_WAIT_S) * 1e9)
     return Duration(seconds=nanos // 10**9, nanos=nanos % 10**9)
 
