@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import grpc
@@ -308,6 +310,30 @@ async def test_a_failure_is_reported_and_tried_again(place: Place) -> None:
         await place.sample(1)
     assert attempts == [1, 2]
     assert worker.stats == WorkerStats(finished=2, failed=1)
+
+
+async def test_h14_a_worker_pauses_longer_from_failure_to_failure(place: Place) -> None:
+    """A prompt that failed at once was tried ten thousand times; with an engine away all attempts of all were gone."""
+    await place.create(max_attempts=4, refill=False)
+    place.group_size = 1
+    times: list[float] = []
+
+    def failing_at_first(job: Job) -> buffer_pb2.Output:
+        times.append(time.monotonic())
+        if len(times) < 4:
+            raise RuntimeError("the engine is away")
+        return output()
+
+    options = ClientOptions(retry=RetryPolicy(initial=0.1, multiplier=3.0, maximum=5.0, jitter=0.0))
+    groups = [buffer_pb2.GroupSpec(group_id="g0", group_size=1)]
+    await place.client.calls.AddGroups(
+        buffer_pb2.AddGroupsRequest(run_id="r1", partition="train", step=1, groups=groups)
+    )
+    async with working(place.worker(generate_fn=failing_at_first, options=options, concurrency=1)):
+        [group] = await place.sample(1)
+    assert group.group_id == "g0"
+    gaps = [later - earlier for earlier, later in pairwise(times)]
+    assert [gap >= least for gap, least in zip(gaps, (0.1, 0.3, 0.9), strict=True)] == [True] * 3
 
 
 async def test_a_result_that_the_buffer_refuses_becomes_a_failure(place: Place) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import random
 import signal
 from contextlib import suppress
@@ -13,12 +14,14 @@ from typing import Any
 import google_crc32c
 import grpc.aio
 import pytest
+from structlog.testing import capture_logs
 
+from services.buffer.desk import Desk
 from services.buffer.storage import checkpoint_file
 from services.buffer.storage.keeper import Keeper
 from services.runtime.errors import Code
 from services.runtime.tasks import LoopStatus
-from tests.buffer.helpers import Buffer, Caller, output, refused, refused_stream, result, running_buffer
+from tests.buffer.helpers import Buffer, Caller, output, refused, refused_stream, result, running_buffer, seconds
 from tests.buffer.process import buffer_process, start
 from turnout.buffer.v1 import buffer_pb2 as pb
 
@@ -183,6 +186,51 @@ async def test_h09_new_limits_win_or_are_refused_by_name(tmp_path: Path) -> None
         assert (await refused(caller.add("one too many"))).reason == "CAP_GROUPS"
 
 
+async def test_h09_every_difference_is_named_in_the_refusal_or_in_the_log(tmp_path: Path) -> None:
+    """A limit that changes in silence is looked for for days."""
+    async with running_buffer(data_dir=tmp_path) as buffer:
+        caller = buffer.caller()
+        await caller.create(caps=pb.Caps(max_groups=100, max_bytes=10_000), max_attempts=2)
+        for number in range(20):
+            await caller.add(f"g{number}", prompt=b"x" * 100)
+        await caller.checkpoint("s")
+
+        async def again(**config: Any) -> None:
+            await caller.stub.DeleteRun(pb.DeleteRunRequest(run_id=caller.run_id))
+            await caller.create(**config)
+
+        await again(caps=pb.Caps(max_groups=10, max_bytes=1000))
+        error = await refused(caller.restore("s"))
+        assert error.metadata["field"] == "config.caps.max_groups,config.caps.max_bytes"
+        assert "20 groups" in error.metadata["config.caps.max_groups"]
+        await again(caps=pb.Caps(max_groups=50, max_bytes=10_000), max_attempts=5, refill=False)
+        with capture_logs() as logs:
+            await caller.restore("s")
+        told = {line["field"]: line for line in logs if line["event"] == "restored under another configuration"}
+        assert set(told) == {"max_attempts", "refill", "caps"}
+        assert (told["max_attempts"]["checkpoint"], told["max_attempts"]["now"]) == ("2", "5")
+        assert "max_groups=50" in told["caps"]["now"]
+
+
+async def test_h21_a_restore_gives_each_partition_its_own_back(tmp_path: Path) -> None:
+    """Checkpoints are of whole runs; within one, nothing of one partition may show in another."""
+    async with running_buffer(data_dir=tmp_path) as buffer:
+        train, val = buffer.caller(partition="train"), buffer.caller(partition="val")
+        await train.create()
+        for caller in (train, val):
+            await caller.add("a", "b", "c")
+        await train.finish(result("a", 0))
+        await val.finish(result("b", 0), result("c", 0))
+        await train.checkpoint("s")
+        await train.take(1)
+        await val.evict("a", "b")
+        await train.restore("s")
+        assert [(await caller.depth()).sampleable for caller in (train, val)] == [1, 2]
+        assert [(await caller.ledger()).evicted for caller in (train, val)] == [0, 0]
+        assert (await train.sample(1)).ids == ["a"]
+        assert (await val.sample(2)).ids == ["b", "c"]
+
+
 async def test_h10_killed_during_a_save(tmp_path: Path) -> None:
     """A crash while saving destroyed the save before it, or left a half one to be picked as the newest."""
     rng = random.Random(7)
@@ -286,6 +334,54 @@ async def test_h23_nothing_disappears_uncounted_at_the_cap(tmp_path: Path) -> No
         assert taken == [f"g{number}" for number in range(64)]
         ledger = await caller.ledger()
         assert (ledger.added, ledger.committed, ledger.evicted) == (64, 64, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+async def test_h23_memory_and_disk_stay_bounded_while_producers_outrun_the_trainer(tmp_path: Path) -> None:
+    """A practically unbounded queue ate the machine; here a gigabyte passes through a buffer that may hold 6 MB."""
+    payload = random.Random(1).randbytes(100_000)
+    async with buffer_process(tmp_path, "--payload-memory", str(1 << 20)) as buffer:
+        caller = buffer.caller()
+        await caller.create(caps=pb.Caps(max_groups=64), lease_times=pb.LeaseTimes())
+        produced = refusals = taken = 0
+        sizes: list[int] = []
+        memory: list[int] = []
+        while produced < 10_000:
+            names = [f"g{produced + number}" for number in range(16)]
+            try:
+                await caller.add(*names)
+            except grpc.aio.AioRpcError:
+                refusals += 1
+                told = await caller.sample(16)
+                taken += len(await caller.commit(told.done.lease_id))
+                lease = pb.ReleasePayloadRequest(run_id=caller.run_id, lease_id=told.done.lease_id)
+                await caller.stub.ReleasePayload(lease)
+                sizes.append(bytes_on_disk(tmp_path))
+                memory.append(resident_bytes(buffer.process.pid))
+                continue
+            await caller.finish(*[result(name, 0, output(1.0, 1, 0, payload)) for name in names])
+            produced += 16
+        ledger = await caller.ledger()
+        assert refusals > 500
+        assert ledger.added == produced == taken + ledger.present.finished
+        # Two segments of 256 MiB, both ballasts, and a journal that is compacted from 32 MiB on.
+        assert max(sizes) < 750_000_000, sizes
+        assert max(memory[len(memory) // 2 :]) < max(memory[: len(memory) // 4]) + 60_000_000, memory
+
+
+def bytes_on_disk(directory: Path) -> int:
+    """What the files below a directory hold; some of them come and go."""
+    total = 0
+    for path in directory.rglob("*"):
+        with suppress(FileNotFoundError):
+            total += path.stat().st_size if path.is_file() else 0
+    return total
+
+
+def resident_bytes(pid: int) -> int:
+    """What a process holds in memory."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 async def read_rest(call: Any) -> None:
@@ -402,6 +498,37 @@ async def test_h60_a_loop_that_fails_is_started_again(tmp_path: Path, monkeypatc
             buffer.desk.compaction_due.set()
             while calls < 2:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
+
+
+async def test_h60_claims_still_expire_after_the_loop_that_expires_them_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The sweeper that is gone leaves every later claim of a dead worker in its hands for ever."""
+    calls = 0
+    expire_due = Desk._expire_due
+
+    def fails_once(self: Desk) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            raise RuntimeError("injected")
+        expire_due(self)
+
+    monkeypatch.setattr(Desk, "_expire_due", fails_once)
+    async with running_buffer() as buffer:
+        caller = buffer.caller()
+        await caller.create(max_attempts=9, lease_times=pb.LeaseTimes(claim=seconds(0.05)))
+        await caller.add("g")
+        await caller.claim()
+        async with asyncio.timeout(20):
+            while not (again := await caller.claim(max_wait=1.0)):
+                pass
+        assert again[0].token.attempt == 2
+        [loop] = [status for status in buffer.host.context.tasks.status() if status.name == "buffer expiry"]
+        assert loop.running
+        assert loop.restarts == 1
+        assert "injected" in loop.last_error
+        assert loop.last_tick is not None
 
 
 def compaction(buffer: Buffer) -> LoopStatus:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import google_crc32c
 import pytest
+from google.protobuf import json_format
 
 from services.runtime.errors import Code
 from tests.buffer.helpers import Buffer, Caller, output, refused, refused_stream, result, running_buffer
@@ -51,6 +52,19 @@ async def test_h13_rewards_that_are_not_finite_leave_the_trajectory_running(
         if reward != 1.0:
             assert group.trajectories[index].state == pb.TRAJECTORY_STATE_RUNNING
             assert await one(caller, result("g", index, output(0.5), token=claim.token)) == (Code.OK, "")
+
+
+@pytest.mark.parametrize("text", ["1e400", '"NaN"', '"Infinity"', '"-Infinity"'])
+async def test_h13_what_text_clients_write_is_refused_too(caller: Caller, text: str) -> None:
+    """1e400 is infinite in a double, and JSON has words for what is no number."""
+    await caller.create()
+    await caller.add("g")
+    try:
+        output = json_format.Parse(f'{{"segments": [{{"tokens": 1}}], "rewards": {{"reward": {text}}}}}', pb.Output())
+    except json_format.ParseError:
+        return
+    assert await one(caller, result("g", 0, output)) == (Code.INVALID_ARGUMENT, "REWARD_NOT_FINITE")
+    assert (await caller.group("g")).trajectories[0].state == pb.TRAJECTORY_STATE_PENDING
 
 
 async def test_h13_signed_zeros_are_equal_and_an_absent_reward_is_not_zero(caller: Caller) -> None:

@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from services.runtime.errors import Code
-from tests.buffer.helpers import Buffer, Caller, output, refused, refused_stream, result, seconds, snapshot
+from tests.buffer.helpers import (
+    Buffer,
+    Caller,
+    output,
+    refused,
+    refused_stream,
+    result,
+    running_buffer,
+    seconds,
+    snapshot,
+)
 from turnout.buffer.v1 import buffer_pb2 as pb
 
 PLACE: dict[str, Any] = {"run_id": "run", "partition": "train"}
@@ -128,6 +139,27 @@ BAD: list[tuple[str, Request, Code, str]] = [
         "INVALID_ARGUMENT",
     ),
     ("ClaimGroups", pb.ClaimGroupsRequest(**PLACE, worker_id="w", request_id="\n"), Code.INVALID_ARGUMENT, "BAD_ID"),
+    ("SetIntake", pb.SetIntakeRequest(**PLACE, epoch=1), Code.INVALID_ARGUMENT, "REQUIRED"),
+    ("SetIntake", pb.SetIntakeRequest(**PLACE, paused=True), Code.FAILED_PRECONDITION, "STALE_EPOCH"),
+    (
+        "AddGroups",
+        pb.AddGroupsRequest(**PLACE, epoch=1, step=9, groups=[GOOD_SPEC, pb.GroupSpec(group_id="q", prompt_id="\n")]),
+        Code.INVALID_ARGUMENT,
+        "BAD_ID",
+    ),
+    (
+        "CreateRun",
+        pb.CreateRunRequest(run_id="x", config=pb.RunConfig(caps=pb.Caps(max_request_rate=NAN))),
+        Code.INVALID_ARGUMENT,
+        "OUT_OF_RANGE",
+    ),
+    (
+        "GetLedger",
+        pb.GetLedgerRequest(run_id="run", max_dropped_prompts=-1),
+        Code.INVALID_ARGUMENT,
+        "OUT_OF_RANGE",
+    ),
+    ("AckReleases", pb.AckReleasesRequest(run_id="nope", store="s", ids=["a"]), Code.NOT_FOUND, "RUN_NOT_FOUND"),
     ("RenewClaims", pb.RenewClaimsRequest(run_id="nope"), Code.NOT_FOUND, "RUN_NOT_FOUND"),
     (
         "FinishTrajectories",
@@ -208,6 +240,7 @@ STREAMS: list[tuple[str, Request, Code, str]] = [
         "TARGET_OUT_OF_RANGE",
     ),
     ("Sample", pb.SampleRequest(**PLACE, epoch=1, step=9, batch=0), Code.INVALID_ARGUMENT, "TARGET_OUT_OF_RANGE"),
+    ("WatchReleases", pb.WatchReleasesRequest(run_id="nope", store="s"), Code.NOT_FOUND, "RUN_NOT_FOUND"),
     ("GetPayloads", pb.GetPayloadsRequest(run_id="run", lease_id="nope"), Code.NOT_FOUND, "LEASE_NOT_FOUND"),
     ("GetPayloads", pb.GetPayloadsRequest(run_id="run"), Code.INVALID_ARGUMENT, "REQUIRED"),
 ]
@@ -334,6 +367,31 @@ async def test_h51_a_refused_finish_stream_leaves_no_trace(
     assert snapshot(buffer) == before
 
 
+def test_h51_every_call_of_the_contract_is_tried() -> None:
+    """A new call must not slip past the check that a refusal leaves no trace."""
+    calls = {method.name for method in pb.DESCRIPTOR.services_by_name["ReplayBuffer"].methods}
+    tried = {name for name, *_ in [*BAD, *STREAMS]} | {"PutPayload", "FinishStream"}
+    # It takes nothing that could be wrong.
+    assert calls - tried == {"ListRuns"}
+
+
+async def test_h51_an_internal_error_tells_no_path_and_changes_nothing(tmp_path: Path) -> None:
+    """The text of an unexpected exception, with a path of the server, went out as UNKNOWN."""
+    async with running_buffer(data_dir=tmp_path) as buffer:
+        caller = buffer.caller()
+        await caller.create()
+        await caller.finish_new("g")
+        (tmp_path / "checkpoints").write_text("in the way")
+        error = await refused(caller.checkpoint("c"))
+        assert error.code not in (Code.UNKNOWN, Code.OK)
+        said = f"{error.message} {error.metadata}"
+        assert str(tmp_path) not in said
+        assert "Error" not in said
+        assert (await caller.depth()).sampleable == 1
+        (tmp_path / "checkpoints").unlink()
+        assert (await caller.checkpoint("c")).checkpoint.counts.finished == 1
+
+
 async def test_h51_bad_items_of_a_batch_leave_no_trace(buffer: Buffer, busy: Caller) -> None:
     before = snapshot(buffer)
     bad = [
@@ -412,6 +470,34 @@ async def test_h52_odd_ids_round_trip_byte_for_byte(buffer: Buffer) -> None:
         assert (error.code, error.metadata["value"]) == (Code.NOT_FOUND, "e\u0301")
     listed = await buffer.caller().stub.ListRuns(pb.ListRunsRequest())
     assert sorted(run.run_id for run in listed.runs) == sorted(ODD_IDS)
+
+
+async def test_h52_odd_ids_are_saved_and_restored_and_name_no_file(tmp_path: Path) -> None:
+    """An id with a slash or dots is a path, and one in Chinese no file name everywhere."""
+    async with running_buffer(data_dir=tmp_path) as buffer:
+        for run_id in ODD_IDS:
+            caller = buffer.caller(run_id)
+            await caller.create()
+            await caller.open()
+            await caller.finish_new(*ODD_IDS)
+            await caller.add("failed: 组")
+            [claim] = await caller.claim()
+            [outcome] = await caller.fail(claim, pb.FAILURE_KIND_PERMANENT, error="🚀 e\u0301")
+            assert outcome.code == 0
+            assert (await caller.group("failed: 组")).trajectories[0].error == "🚀 e\u0301"
+            await caller.checkpoint(run_id)
+            await caller.take(len(ODD_IDS))
+            assert [info.checkpoint_id for info in await caller.checkpoints()] == [run_id]
+            await caller.restore(run_id)
+            assert (await caller.sample(len(ODD_IDS))).ids == ODD_IDS
+    names = relative_names(tmp_path)
+    assert names
+    assert all(name.isascii() and " " not in name and ".." not in name for name in names)
+
+
+def relative_names(directory: Path) -> list[str]:
+    """The paths of all files below a directory."""
+    return [str(path.relative_to(directory)) for path in directory.rglob("*")]
 
 
 @pytest.mark.parametrize("bad", REFUSED_IDS, ids=ascii)

@@ -3,7 +3,8 @@
 Invariants: it never holds more trajectories than it has slots, and asks for as many as it has free; a slot is free
 again only when the buffer has taken the result, so a buffer that is away stops the worker instead of filling its
 memory; every claimed trajectory is finished, failed, handed back, or lost by the buffer's own word; a claim whose
-answer was lost is asked for again under the same request id.
+answer was lost is asked for again under the same request id; after a failure it pauses before it claims again, longer
+from failure to failure until something succeeds, so that an engine that is away costs few attempts.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import asyncio
 import contextlib
 import inspect
 import logging
+import random
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,6 +33,7 @@ from turnout.client import (
     new_request_id,
 )
 from turnout.client._payloads import Bytes
+from turnout.client._retry import Backoff
 from turnout.worker._generation import EngineGenerator, Interrupted, RequestFn, RewardFn, TokenizeFn
 from turnout.worker._job import Job
 from turnout.worker._leases import Held, Leases
@@ -100,6 +103,8 @@ class RolloutWorker:
         self._settling: set[asyncio.Task[None]] = set()
         self._fetching: set[asyncio.Future[bytes]] = set()
         self._progress: dict[tuple[str, int], buffer_pb2.TrajectoryProgress] = {}
+        self._backoff = Backoff(setup.options.retry, random.Random())
+        self._resume_at = 0.0
         self._threads: ThreadPoolExecutor | None = None
         self._freed = asyncio.Event()
         self._stopping = asyncio.Event()
@@ -148,6 +153,11 @@ class RolloutWorker:
             if len(self._work) >= self.setup.concurrency:
                 self._freed.clear()
                 await _either(self._freed, self._stopping)
+                continue
+            pause = self._resume_at - time.monotonic()
+            if pause > 0:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._stopping.wait(), pause)
                 continue
             for claim in await self._claim():
                 self._begin(claim)
@@ -257,6 +267,7 @@ class RolloutWorker:
         else:
             if error is None:
                 self.stats.finished += 1
+                self._backoff.reset()
             elif isinstance(error, _LOST):
                 self.stats.lost += 1
             else:
@@ -299,6 +310,9 @@ class RolloutWorker:
         self, task: asyncio.Task[None], kind: buffer_pb2.FailureKind.ValueType, error: BaseException
     ) -> None:
         self._settling.add(task)
+        # Many that fail in one pause have failed for one reason.
+        if time.monotonic() >= self._resume_at:
+            self._resume_at = time.monotonic() + self._backoff.next()
         failure = self._work[task]
         failure.kind = kind
         failure.error = _describe(error)
