@@ -7,6 +7,7 @@ reason that programs may match on, a message for people, and metadata that names
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from enum import IntEnum
 from typing import Final, TypeVar
@@ -58,6 +59,7 @@ class TurnoutError(Exception):
 
 
 _ABSENT: Final = object()
+_CONTROL: Final = re.compile("[\x00-\x1f\x7f]")
 N = TypeVar("N", int, float)
 
 
@@ -185,7 +187,7 @@ def require_id(field: str, text: str) -> str:
         raise refuse("is not valid Unicode: it has a lone surrogate") from None
     if size > MAX_ID_BYTES:
         raise refuse(f"is longer than {MAX_ID_BYTES} bytes: it has {size}")
-    if any(character < " " or character == "\x7f" for character in text):
+    if _CONTROL.search(text):
         raise refuse("has a control character")
     return text
 

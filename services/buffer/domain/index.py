@@ -6,7 +6,6 @@ Invariants: a present group is entered exactly once, under the state and born st
 
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import islice
 
 from services.buffer.domain.ages import AgeIndex
@@ -103,7 +102,8 @@ class GroupIndex:
 
     def snapshot(self) -> Counts:
         """The counts as they are now."""
-        return replace(self.counts)
+        counts = self.counts
+        return Counts(counts.pending, counts.running, counts.finished, counts.failed, counts.sampled)
 
     def next_work(self, *, unstarted: bool) -> Group | None:
         """The oldest group with pending trajectories; `unstarted` says whether groups nobody started are allowed."""

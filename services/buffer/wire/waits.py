@@ -53,6 +53,8 @@ def refill_due_to(claim: RefillClaim) -> pb.RefillDue:
 
 def reasons_to(by_reason: dict[EvictionReason, int]) -> list[pb.EvictionCount]:
     """Evicted groups by reason."""
+    if not by_reason:
+        return []
     return [
         pb.EvictionCount(reason=pb.EvictionReason.ValueType(reason.value), count=by_reason[reason])
         for reason in EvictionReason
@@ -62,6 +64,8 @@ def reasons_to(by_reason: dict[EvictionReason, int]) -> list[pb.EvictionCount]:
 
 def evictions_to(summary: EvictionSummary) -> pb.EvictionMetrics:
     """What was evicted between two cursors."""
+    if not summary.evicted:
+        return pb.EvictionMetrics()
     return pb.EvictionMetrics(
         evicted=summary.evicted, by_reason=reasons_to(summary.by_reason), metrics=summary.metrics()
     )
