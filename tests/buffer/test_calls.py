@@ -9,11 +9,15 @@ from types import CoroutineType, FrameType
 from typing import Any
 
 import google_crc32c
+import grpc.aio
 import pytest
 from prometheus_client import generate_latest
 
+from services.buffer.servicers.results import BATCHES_AHEAD
 from services.runtime.clock import ManualClock
 from services.runtime.errors import Code
+from services.runtime.journal.durable import Durable, Parcel
+from services.runtime.statuses import from_rpc_error
 from tests.buffer.helpers import (
     CALL_S,
     Buffer,
@@ -141,6 +145,44 @@ async def test_results_stream_in_numbered_batches(caller: Caller) -> None:
     outcomes = [answer.outcomes[0].code async for answer in caller.stub.FinishStream(again)]
     assert outcomes == [0, 0]
     assert (await caller.depth()).counts.finished == 1
+
+
+async def test_batches_of_a_stream_are_settled_while_earlier_ones_are_stored(
+    buffer: Buffer, caller: Caller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One batch at a time, the disk waits for the interpreter and the interpreter for the disk."""
+    await caller.create(size=1)
+    await caller.add(*"abcdefgh")
+    parcel = Parcel()
+    monkeypatch.setattr(buffer.desk, "promise", lambda: Durable(0, parcel))
+    batches = frames(pb.FinishStreamHeader(**caller.place), *([result(name, 0)] for name in "abcdefgh"))
+    call = caller.stub.FinishStream(batches, timeout=CALL_S)
+    first = asyncio.ensure_future(anext(aiter(call)))
+    while (await caller.depth()).counts.finished <= BATCHES_AHEAD:  # noqa: ASYNC110 - nobody tells of a depth
+        await asyncio.sleep(0.01)
+    assert not first.done(), "an answer left before what it tells was kept"
+    await asyncio.sleep(0.05)
+    assert (await caller.depth()).counts.finished == BATCHES_AHEAD + 1, "a stream must not run ahead without end"
+    parcel.settle()
+    assert (await first).sequence == 0
+    assert [answer.sequence async for answer in call] == list(range(1, 8))
+
+
+async def test_what_is_wrong_with_a_stream_is_told_behind_the_answers_to_what_was_right(caller: Caller) -> None:
+    """A client that got the error first could not tell which of its batches were settled."""
+    await caller.create(size=1)
+    await caller.add("a", "b")
+
+    async def send() -> AsyncIterator[pb.FinishStreamRequest]:
+        async for frame in frames(pb.FinishStreamHeader(**caller.place), [result("a", 0)], [result("b", 0)]):
+            yield frame
+        yield pb.FinishStreamRequest()
+
+    answers = aiter(caller.stub.FinishStream(send(), timeout=CALL_S))
+    assert [(await anext(answers)).sequence for _ in range(2)] == [0, 1]
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await anext(answers)
+    assert from_rpc_error(caught.value).reason == "BAD_FRAME"
 
 
 async def frames(

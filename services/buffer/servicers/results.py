@@ -1,6 +1,9 @@
 """Calls that settle trajectories and groups."""
 
-from collections.abc import AsyncIterator, Iterable
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from contextlib import aclosing
+from dataclasses import dataclass
 
 from services.buffer import commands
 from services.buffer.commands import each
@@ -13,8 +16,21 @@ from services.buffer.domain.run import Run
 from services.buffer.servicers.base import BufferCalls, Context, optional_epoch
 from services.buffer.wire.groups import progress_from
 from services.runtime.errors import invalid_argument
+from services.runtime.journal import Durable
 from turnout.buffer.storage.v1 import storage_pb2 as st
 from turnout.buffer.v1 import buffer_pb2 as pb
+
+# Batches of a FinishStream that are settled and not answered yet: enough to decode and settle the next ones while the
+# disk confirms one, and few enough that a stream whose answers nobody reads holds little.
+BATCHES_AHEAD = 4
+
+
+@dataclass(frozen=True, slots=True)
+class _SettledBatch:
+    """A batch of a FinishStream, with what must be kept before it is answered."""
+
+    answer: pb.FinishStreamResponse
+    promise: Durable | None
 
 
 class ResultCalls(BufferCalls):
@@ -51,7 +67,33 @@ class ResultCalls(BufferCalls):
     async def FinishStream(
         self, requests: AsyncIterator[pb.FinishStreamRequest], context: Context
     ) -> AsyncIterator[pb.FinishStreamResponse]:
-        """Settle numbered batches, each answered in order."""
+        """Settle numbered batches, each answered in order, while the disk confirms those before."""
+        settled: asyncio.Queue[_SettledBatch | None] = asyncio.Queue()
+        room = asyncio.Semaphore(BATCHES_AHEAD)
+
+        async def settle() -> None:
+            try:
+                async with aclosing(self._settle_all(requests)) as batches:
+                    async for batch in batches:
+                        settled.put_nowait(batch)
+                        await room.acquire()
+            finally:
+                # What went wrong, if anything, is told behind the answers to what went well.
+                settled.put_nowait(None)
+
+        settling = asyncio.create_task(settle())
+        try:
+            while (batch := await settled.get()) is not None:
+                if batch.promise is not None:
+                    await batch.promise
+                yield batch.answer
+                room.release()
+            await settling
+        finally:
+            settling.cancel()
+            await asyncio.gather(settling, return_exceptions=True)
+
+    async def _settle_all(self, requests: AsyncIterator[pb.FinishStreamRequest]) -> AsyncGenerator[_SettledBatch, None]:
         header: pb.FinishStreamHeader | None = None
         last = -1
         while True:
@@ -75,16 +117,19 @@ class ResultCalls(BufferCalls):
             check_items("batch.results", len(batch.results), MAX_ITEMS_PER_CALL)
             last = batch.sequence
             await self.admit()
-            run, partition = self.place(header.run_id, header.partition)
-            at = self.desk.moment()
-            let_go = run.state.payloads.external.let_go_ever
-            outcomes = commands.finish(partition, batch.results, at)
-            if self._settled(run, st.Record(), outcomes, let_go):
-                said = st.FinishBatch(partition=partition.name, batch=batch.SerializeToString())
-                self.desk.record(run, st.Record(finish_batch=said), at)
-            self.desk.changed(run, partition)
-            await self.desk.durable()
-            yield pb.FinishStreamResponse(sequence=batch.sequence, outcomes=outcomes)
+            yield self._settle(header, batch)
+
+    def _settle(self, header: pb.FinishStreamHeader, batch: pb.FinishStreamBatch) -> _SettledBatch:
+        run, partition = self.place(header.run_id, header.partition)
+        at = self.desk.moment()
+        let_go = run.state.payloads.external.let_go_ever
+        outcomes = commands.finish(partition, batch.results, at)
+        if self._settled(run, st.Record(), outcomes, let_go):
+            said = st.FinishBatch(partition=partition.name, batch=batch.SerializeToString())
+            self.desk.record(run, st.Record(finish_batch=said), at)
+        self.desk.changed(run, partition)
+        answer = pb.FinishStreamResponse(sequence=batch.sequence, outcomes=outcomes)
+        return _SettledBatch(answer, self.desk.promise())
 
     async def FailTrajectories(
         self, request: pb.FailTrajectoriesRequest, context: Context
