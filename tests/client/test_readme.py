@@ -30,4 +30,4 @@ def test_examples_compile_and_use_names_that_exist(code: str) -> None:
 
 def test_there_are_examples() -> None:
     """The test above passes for a README without any."""
-    assert len(EXAMPLES) == 3
+    assert len(EXAMPLES) == 4

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
 from tests.client.real import House, house
 from turnout.buffer.v1 import buffer_pb2
-from turnout.client import AsyncEngineClient, PartialFailure
+from turnout.client import INLINE_BYTES, AsyncEngineClient, PartialFailure
 from turnout.engine.v1 import engine_pb2
 from turnout.scheduler.v1 import events_pb2, scheduler_pb2
 from turnout.trainer import Moved, TrainerHooks, TrainerSetup, WeightTarget
@@ -19,9 +21,10 @@ STEPS, MINI_BATCHES, MINI_BATCH, GROUP = 3, 2, 2, 2
 WEIGHTS = bytes(1 << 20)
 
 
-def setup(place: House) -> TrainerSetup:
+def setup(place: House, stores: Sequence[str] = ()) -> TrainerSetup:
     return TrainerSetup(
         run_id="r1",
+        stores=stores,
         config=scheduler_pb2.RunConfig(
             switch=scheduler_pb2.SwitchConfig(enable_switch=True),
             train_batch_size=MINI_BATCHES * MINI_BATCH,
@@ -50,12 +53,14 @@ def prompts(first: int, count: int) -> list[buffer_pb2.GroupSpec]:
     ]
 
 
-def train(place: House, loop: asyncio.AbstractEventLoop) -> tuple[list[str], list[events_pb2.Mode.ValueType]]:
+def train(
+    place: House, loop: asyncio.AbstractEventLoop, stores: Sequence[str] = ()
+) -> tuple[list[str], list[events_pb2.Mode.ValueType]]:
     """A trainer with one thread; returns the groups it trained on and the mode after each step."""
     trained: list[str] = []
     modes: list[events_pb2.Mode.ValueType] = []
     next_prompt = 0
-    with TrainerHooks.open(setup(place)) as hooks:
+    with TrainerHooks.open(setup(place, stores)) as hooks:
 
         def update_weights(target: WeightTarget) -> None:
             hooks.move_bytes(target, WEIGHTS)
@@ -86,21 +91,35 @@ def train(place: House, loop: asyncio.AbstractEventLoop) -> tuple[list[str], lis
 
 
 @pytest.mark.timeout(120)
-async def test_a_small_training_runs_end_to_end() -> None:
+@pytest.mark.parametrize("store", [None, "file"])
+async def test_a_small_training_runs_end_to_end(store: str | None, tmp_path: Path) -> None:
     """What each part believes of the others' contract is only tested by the parts together."""
+    root = None if store is None else f"file://{tmp_path}"
     async with house() as place:
         worker = RolloutWorker(
-            WorkerSetup("r1", place.buffer.target, place.engine.target, concurrency=8, max_tokens=400),
+            WorkerSetup(
+                "r1",
+                place.buffer.target,
+                place.engine.target,
+                concurrency=8,
+                max_tokens=400,
+                store=root,
+                inline_bytes=INLINE_BYTES if root is None else 0,
+            ),
             reward_fn=lambda job, generation: {"reward": 1.0},
         )
         working = asyncio.create_task(worker.run())
-        trained, modes = await asyncio.to_thread(train, place, asyncio.get_running_loop())
+        stores = [] if root is None else [root]
+        trained, modes = await asyncio.to_thread(train, place, asyncio.get_running_loop(), stores)
         worker.stop()
         stats = await working
     assert len(trained) == len(set(trained)) == STEPS * MINI_BATCHES * MINI_BATCH
     assert modes[-1] == events_pb2.MODE_TRAINER
     assert stats.finished >= len(trained) * GROUP
     assert stats.failed == stats.lost == 0
+    # What was trained on is deleted, but for what the end of the trainer left to the next.
+    left = await asyncio.to_thread(lambda: sum(path.is_file() for path in tmp_path.rglob("*")))
+    assert left < stats.finished
 
 
 @pytest.mark.parametrize("staggered", [False, True])
