@@ -22,6 +22,7 @@ _BENCHES: Final = {
     "idle": Entry("services.cli.bench:idle", "Processor time while 100 calls are parked."),
     "journal": Entry("services.cli.bench:journal", "Records stored per second, and how long one takes."),
     "buffer": Entry("services.cli.bench_buffer:buffer", "The replay buffer beside a bare server."),
+    "engine": Entry("services.cli.bench_engine:engine", "The engine controller beside the engines alone."),
 }
 
 _as_json: Final[Callable[[Any], Any]] = click.option(
@@ -53,8 +54,9 @@ def bench(context: click.Context, as_json: bool) -> None:
             )
         return
     from services.cli.bench_buffer import buffer
+    from services.cli.bench_engine import engine
 
-    for command in (idle, journal, buffer):
+    for command in (idle, journal, buffer, engine):
         context.invoke(command, as_json=as_json)
 
 

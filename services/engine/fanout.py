@@ -82,17 +82,29 @@ class FanOut:
         self._book.operation(operation)
         started = time.monotonic()
 
+        def settle(outcome: Outcome | None) -> None:
+            if outcome is not None:
+                operation.settle(outcome)
+                self._book.settled(operation, outcome)
+            if not operation.pending:
+                # In the turn of the last outcome, so that one wait for the disk makes both durable.
+                operation.end(time.monotonic() - started)
+                self._book.ended(operation)
+
+        async def one(slot: Slot) -> None:
+            settle(await self._one(operation, slot, target.timeout, action))
+
         async def everywhere() -> None:
-            await asyncio.gather(*(self._one(operation, slot, target.timeout, action) for slot in slots))
-            operation.end(time.monotonic() - started)
-            self._book.ended(operation)
+            if not slots:
+                settle(None)
+            await asyncio.gather(*(one(slot) for slot in slots))
 
         # Shielded: a caller that goes away takes nothing with it.
         await asyncio.shield(self._tasks.spawn(f"{kind} {operation.operation_id}", everywhere()))
         await self._book.durable()
         return operation
 
-    async def _one(self, operation: Operation, slot: Slot, timeout: float, action: Action) -> None:
+    async def _one(self, operation: Operation, slot: Slot, timeout: float, action: Action) -> Outcome:
         started = time.monotonic()
         try:
             await self._book.durable()
@@ -114,8 +126,7 @@ class FanOut:
                 method=result.method,
                 shards=result.shards,
             )
-        operation.settle(outcome)
-        self._book.settled(operation, outcome)
+        return outcome
 
 
 async def carry_out(slot: Slot, plan: Plan, deadline: Deadline) -> Result:

@@ -140,16 +140,18 @@ class Slot:
     async def carry_out(self, plan: Plan, deadline: Deadline) -> None:
         """Make the calls of a plan, in order. The caller has the engine alone."""
         self.shards = ()
+        probed = False
         for call in plan.calls:
             if isinstance(call, Drain):
-                await self._drain(deadline)
+                await self._drain(deadline, probed)
             elif not isinstance(call, Resume) or self.replica.state.paused:
                 self.replica.attempted(call)
                 self.changed()
                 shards = await self.command(self._make(call, deadline.left), deadline)
                 self._check_shards(call, shards)
                 self.replica.applied(call)
-                if not isinstance(call, ResetCaches):
+                probed = not isinstance(call, ResetCaches)
+                if probed:
                     await self.refresh(deadline.left)
                 if not self.replica.confirms(call):
                     raise aborted(
@@ -313,7 +315,9 @@ class Slot:
             case Drain():
                 raise AssertionError("a drain is no single call")
 
-    async def _drain(self, deadline: Deadline) -> None:
+    async def _drain(self, deadline: Deadline, probed: bool) -> None:
+        if probed and not self.forwards and not self.replica.state.running:
+            return
         while True:
             # What the pause ended is read out first; what is left then came late, or from elsewhere.
             await self.emptied(min(DRAIN_TURN_S, deadline.left))

@@ -123,6 +123,11 @@ class Operation:
         self.end(max(0.0, wall - self.started_at))
 
     @property
+    def pending(self) -> bool:
+        """Whether some replica has no outcome yet."""
+        return any(outcome.kind is OutcomeKind.PENDING for outcome in self.outcomes.values())
+
+    @property
     def failures(self) -> list[Outcome]:
         """The outcomes of those that did not do it, by id."""
         return [self.outcomes[key] for key in sorted(self.outcomes) if self.outcomes[key].kind is OutcomeKind.FAILED]
