@@ -34,6 +34,9 @@ class Report:
     small_disk: bool
     faults: dict[str, int]
     service_lives: int
+    clock_shifts: int
+    """Of them, those whose monotonic clock was shifted."""
+
     started_in: list[float]
     recovered_in: list[float]
     """From each return of the service to the next success of each process that lived through it, sorted."""
@@ -93,7 +96,8 @@ class Report:
         lines += [
             f"{self.committed} groups committed in {self.batches} batches, {self.results_acknowledged} results "
             f"acknowledged, {self.restores} restores; audit {'balanced' if self.audited else 'FAILED'}",
-            f"the service lived {self.service_lives} times; start to ready: {_text(started)}; its return to the next "
+            f"the service lived {self.service_lives} times, {self.clock_shifts} with a shifted clock; "
+            f"start to ready: {_text(started)}; its return to the next "
             f"success of each process: {_text(recovered)}",
             f"memory of the service: median {resident.get('median', 0):.0f} MiB, "
             f"most {resident.get('max', 0):.0f} MiB, "

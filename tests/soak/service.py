@@ -10,9 +10,11 @@ import asyncio
 import contextlib
 import json
 import os
+import random
 import signal
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,6 +22,7 @@ from services.processes.child import Child, ChildFailed
 from services.processes.service import service_spec
 from tests.soak.disk import Disk
 from tests.soak.proxy import ChaosProxy
+from tests.soak.shifted import shift_of
 
 ROOT: Final = Path(__file__).parents[2]
 START_S: Final = 60.0
@@ -32,8 +35,12 @@ _AGAIN_S: Final = 0.5
 class Service:
     """The lives of one buffer."""
 
-    def __init__(self, data_dir: Path, disk: Disk, durability: str, proxy: ChaosProxy, log: Path) -> None:
+    def __init__(
+        self, data_dir: Path, disk: Disk, durability: str, proxy: ChaosProxy, log: Path, rng: random.Random
+    ) -> None:
         self.lives = 0
+        self.shifts = 0
+        """Lives whose monotonic clock was not that of the machine."""
         self.killed = 0
         self.stopped = 0
         self.target = ""
@@ -47,6 +54,7 @@ class Service:
         self.refused_starts = 0
         """Starts that ended at once while the disk was full."""
         self._disk = disk
+        self._rng = rng
         self._proxy = proxy
         self._log = log.open("a", encoding="utf-8")
         self._arguments = (
@@ -63,12 +71,21 @@ class Service:
         """Begin a life; raises ChildFailed."""
         begun = time.monotonic()
         self._starting, self._was_full = True, self._disk.full
+        # Down to shortly after a boot, and up to a month.
+        shift = self._rng.randrange(-int(0.9 * begun), 30 * 86_400)
         spec = service_spec("buffer", *self._arguments)
+        spec = replace(
+            spec,
+            module="tests.soak.shifted",
+            arguments=(str(shift), spec.module, *spec.arguments),
+            environment={"PYTHONPATH": str(ROOT)},
+        )
         child = await Child.start(spec, on_error_line=self._line)
         self._child, self._asked = child, False
         await child.ready(START_S)
         self._starting = False
         self.lives += 1
+        self.shifts += shift_of(child.process.pid) != 0
         self.target = child.target
         self.ready_at.append(time.monotonic())
         self.started_in.append(self.ready_at[-1] - begun)

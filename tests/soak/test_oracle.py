@@ -151,6 +151,7 @@ def report(**changed: object) -> Report:
         small_disk=False,
         faults={"kill -9 of a worker": 2},
         service_lives=2,
+        clock_shifts=1,
         started_in=[0.5, 0.7],
         recovered_in=[0.1, 2.0],
         service_errors={},

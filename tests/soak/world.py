@@ -109,7 +109,7 @@ class Soak:
             proxy = await stack.enter_async_context(ChaosProxy(random.Random(self._rng.random())))
             log = options.directory / "service.log"
             data_dir = disk.directory / "buffer"
-            service = Service(data_dir, disk, options.durability, proxy, log)
+            service = Service(data_dir, disk, options.durability, proxy, log, random.Random(self._rng.random()))
             stack.push_async_callback(service.close)
             await service.start()
             await self._create_runs(service.target)
@@ -346,6 +346,7 @@ class Soak:
                 **{f"connection: {fault.value}": count for fault, count in proxy.faults.items()},
             },
             service_lives=service.lives,
+            clock_shifts=service.shifts,
             started_in=service.started_in,
             recovered_in=self._recoveries(service),
             service_errors=dict(Counter(_event_of(line) for line in service.errors)),
