@@ -120,14 +120,14 @@ class Disk:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.error: Exception | None = None
-        append = Database.append
+        append = Database._append
 
         def refusing(database: Database, count: int, body: bytes) -> None:
             if self.error is not None:
                 raise self.error
             append(database, count, body)
 
-        monkeypatch.setattr(Database, "append", refusing)
+        monkeypatch.setattr(Database, "_append", refusing)
 
 
 async def until_health(buffer: Buffer, status: int) -> None:
