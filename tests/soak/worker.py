@@ -97,11 +97,14 @@ class Worker:
                 for outcome in answer.outcomes:
                     self._errand.check(outcome.code == 0 or outcome.reason == "STALE_CLAIM", f"renewing said {outcome}")
 
-    async def _insist(self, call: Callable[[], Awaitable[T]]) -> T:
+    async def _insist(self, call: Callable[[], Awaitable[T]], *, lost: bool = False) -> T:
+        """Repeat until it succeeds. `lost`: what says that somebody else was faster is raised."""
         while True:
             try:
                 answer = await call()
             except TurnoutError as error:
+                if lost and isinstance(error, FailedPrecondition | NotFound):
+                    raise
                 if not is_outage(error):
                     self._errand.wrong(f"a call ended {error}")
                 await asyncio.sleep(PAUSE_S)
@@ -129,7 +132,9 @@ class Worker:
         fate = self._rng.random()
         if fate < 0.02:
             return
-        if fate < 0.12:
+        if fate < 0.025:
+            await self._fail_group(claim)
+        elif fate < 0.12:
             await self._fail(claim, fate)
         else:
             await self._finish(claim)
@@ -172,6 +177,15 @@ class Worker:
             self._errand.check(
                 outcome.code == 0 or outcome.reason in LOST, f"a report of progress was refused: {outcome}"
             )
+
+    async def _fail_group(self, claim: pb.Claim) -> None:
+        request = pb.FailGroupRequest(
+            run_id=self._run, partition=PARTITION, group_id=claim.group_id, request_id=new_request_id()
+        )
+        try:
+            await self._insist(lambda: self._client.calls.FailGroup(request), lost=True)
+        except (FailedPrecondition, NotFound) as error:
+            self._errand.check(error.reason in LOST, f"failing {claim.group_id} ended {error}")
 
     async def _fail(self, claim: pb.Claim, fate: float) -> None:
         kinds = {0.03: pb.FAILURE_KIND_PERMANENT, 0.06: pb.FAILURE_KIND_INTERRUPTED, 0.12: pb.FAILURE_KIND_RETRYABLE}
