@@ -17,6 +17,11 @@ class WorkerExtension:
     """Mixed into the worker class; `collective_rpc("turnout_memory")` reaches it."""
 
     model_runner: Any
+    vllm_config: Any
+
+    def turnout_facts(self) -> dict[str, int]:
+        """What a server does not tell of its model."""
+        return {"vocabulary": int(self.vllm_config.model_config.get_vocab_size())}
 
     def turnout_memory(self) -> dict[str, int]:
         """Memory of this worker, in bytes.

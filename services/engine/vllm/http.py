@@ -110,14 +110,22 @@ class HttpSurface:
         self._read_config(config, offers)
         self.offers = frozenset(offers)
         if calls.COLLECTIVE_RPC in offers:
-            await self._find_memory_calls()
+            await self._find_extension()
+        if self.vocabulary is None and not self._has_tokenizer(config):
+            raise failed_precondition(
+                "VOCABULARY_UNKNOWN",
+                f"{self.url} has no tokenizer, so a wrong token id would kill it: start it with one, or with "
+                "--worker-extension-cls services.engine.vllm.extension.WorkerExtension",
+            )
         self.incarnation = str((await self._metrics()).get("process_start_time_seconds", ""))
+
+    @staticmethod
+    def _has_tokenizer(config: Mapping[str, Any]) -> bool:
+        """Whether the server judges token ids by itself, which it does by its tokenizer."""
+        return (config.get("model_config") or {}).get("skip_tokenizer_init") is False
 
     def _read_config(self, config: Mapping[str, Any], offers: set[str]) -> None:
         model = config.get("model_config") or {}
-        hf_text = model.get("hf_text_config") or model.get("hf_config") or {}
-        vocabulary = hf_text.get("vocab_size") if isinstance(hf_text, dict) else None
-        self.vocabulary = vocabulary if isinstance(vocabulary, int) else None
         self.text_only = not model.get("multimodal_config")
         worker = str((config.get("parallel_config") or {}).get("worker_cls", ""))
         if not (model.get("enable_sleep_mode") or worker.endswith("SleepingCpuWorker")):
@@ -130,9 +138,10 @@ class HttpSurface:
         config = answer.json().get("vllm_config")
         return config if isinstance(config, dict) else {}
 
-    async def _find_memory_calls(self) -> None:
+    async def _find_extension(self) -> None:
         try:
-            await self.collective_rpc("turnout_memory", (), {})
+            facts = await self.collective_rpc("turnout_facts", (), {})
+            self.vocabulary = facts[0]["vocabulary"]
         except TurnoutError as error:
             if error.reason == "ENGINE_DEAD":
                 raise
