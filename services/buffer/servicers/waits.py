@@ -16,9 +16,8 @@ from services.buffer.wire.waits import (
     progress_to,
     refill_due_to,
     sample_done_to,
-    sampled_to,
-    versions_of,
     wait_done_to,
+    write_sampled,
 )
 from services.runtime.errors import invalid_argument, require_id, resource_exhausted
 from services.runtime.waits import deadline_after, duration_of, duration_seconds, park, wait_budget
@@ -94,9 +93,10 @@ class WaitCalls(BufferCalls):
                         yield pb.SampleResponse(refill_due=refill_due_to(event))
                     case WaitEnd():
                         versions: list[tuple[int, int]] = []
-                        for part in self._parts(run, event):
-                            versions += versions_of(part) if partition.training else ()
-                            yield pb.SampleResponse(groups=part)
+                        for part in self._parts(run, event, versions):
+                            yield part
+                        if not partition.training:
+                            versions.clear()
                         if event.lease is not None and spec.auto_commit:
                             self._commit(run, event.lease.lease_id)
                             self.desk.changed(run, partition)
@@ -105,12 +105,17 @@ class WaitCalls(BufferCalls):
                         done = sample_done_to(event, versions, lease=self.wall(left))
                         yield pb.SampleResponse(done=done)
 
-    def _parts(self, run: Run, end: WaitEnd) -> list[pb.SampledGroups]:
-        """The batch in parts of about 1 MiB. A group that cannot be sent at all sends the batch back."""
-        parts: list[pb.SampledGroups] = []
-        size = PART_BYTES
+    def _parts(self, run: Run, end: WaitEnd, versions: list[tuple[int, int]]) -> list[pb.SampleResponse]:
+        """The batch in parts of about 1 MiB, adding to `versions` what its metrics need.
+
+        A group that cannot be sent at all sends the batch back.
+        """
+        parts = [pb.SampleResponse()]
+        size = 0
         for group in end.lease.groups if end.lease is not None else ():
-            message = sampled_to(group)
+            groups = parts[-1].groups.groups
+            message = groups.add()
+            versions += write_sampled(message, group)
             length = message.ByteSize()
             if end.lease is not None and length + 1024 > self.max_message_bytes:
                 self._release(run, end.lease.lease_id)
@@ -122,12 +127,13 @@ class WaitCalls(BufferCalls):
                     value=group.group_id,
                     limit=self.max_message_bytes,
                 )
-            if size + length > PART_BYTES:
-                parts.append(pb.SampledGroups())
+            if size and size + length > PART_BYTES:
+                parts.append(pb.SampleResponse())
+                parts[-1].groups.groups.append(message)
+                del groups[-1]
                 size = 0
-            parts[-1].groups.append(message)
             size += length
-        return parts
+        return parts if size else []
 
     async def _wait(
         self, run: Run, partition: Partition, spec: WaitSpec, request: Any, context: Context, *, trainer: bool

@@ -79,6 +79,8 @@ _COMPLETED = pb.SEGMENT_END_COMPLETED
 _CONTINUED = pb.SEGMENT_END_CONTINUED
 _ABORTED = pb.SEGMENT_END_ABORTED
 _LARGEST_END = max(pb.SegmentEnd.values())
+# Above every version.
+_NO_VERSION = 2**63
 
 
 def finished_from(messages: Iterable[pb.Output], index: int) -> Outputs:
@@ -181,12 +183,25 @@ def _described(
 
 def show_outputs(
     entries: Iterable[pb.SampledTrajectory], sequence: int, placed: Iterable[tuple[int, int, Payload]]
-) -> None:
-    """Put references to their payloads into decoded outputs of a group, given its sequence number."""
+) -> list[tuple[int, int]]:
+    """Put references to their payloads into decoded outputs of a group, given its sequence number.
+
+    Returns the smallest and the largest weight version of each trajectory, over its segments that have tokens, unless
+    none is known. A batch has hundreds of outputs, so both are done in one walk.
+    """
     apart = {(index, position): payload for index, position, payload in placed}
+    versions: list[tuple[int, int]] = []
     for entry in entries:
         index = entry.index
+        low, high = _NO_VERSION, -1
         for position, output in enumerate(entry.outputs):
+            for segment in output.segments:
+                version = segment.weight_version
+                if segment.tokens and (version or segment.HasField("weight_version")):
+                    if version < low:
+                        low = version
+                    if version > high:
+                        high = version
             if output.HasField("payload"):
                 shown = output.payload
                 data = shown.inline
@@ -196,6 +211,9 @@ def show_outputs(
                 ref.crc32c = crc32c(data)
             elif apart and (payload := apart.get((index, position))) is not None:
                 output.payload.CopyFrom(payload_to(payload))
+        if high >= 0:
+            versions.append((low, high))
+    return versions
 
 
 def shown_outputs(outputs: Outputs, sequence: int, index: int) -> Sequence[pb.Output]:
@@ -204,14 +222,3 @@ def shown_outputs(outputs: Outputs, sequence: int, index: int) -> Sequence[pb.Ou
     placed = [(index, position, payload) for position, payload in outputs.payloads if isinstance(payload, Payload)]
     show_outputs(entries, sequence, placed)
     return entries[0].outputs
-
-
-def version_bounds(entry: pb.SampledTrajectory) -> tuple[int, int] | None:
-    """Smallest and largest weight version over the segments that have tokens; None if none is known."""
-    versions = [
-        segment.weight_version
-        for output in entry.outputs
-        for segment in output.segments
-        if segment.tokens and segment.HasField("weight_version")
-    ]
-    return (min(versions), max(versions)) if versions else None

@@ -10,7 +10,7 @@ from services.buffer.domain.ledger import Ledger
 from services.buffer.domain.manifest import trajectory_metrics
 from services.buffer.domain.refill import RefillClaim
 from services.buffer.domain.waits import WaitEnd
-from services.buffer.wire.outputs import show_outputs, version_bounds
+from services.buffer.wire.outputs import show_outputs
 from services.buffer.wire.scalars import duration, int64
 from turnout.buffer.v1 import buffer_pb2 as pb
 
@@ -102,10 +102,13 @@ def sample_done_to(end: WaitEnd, versions: Sequence[tuple[int, int]], *, lease: 
     return message
 
 
-def sampled_to(group: Group) -> pb.SampledGroup:
-    """One group of a batch."""
-    message = pb.SampledGroup.FromString(group.results)
-    show_outputs(message.trajectories, group.sequence, group.placed)
+def write_sampled(message: pb.SampledGroup, group: Group) -> list[tuple[int, int]]:
+    """Fill an empty message with one group of a batch.
+
+    Returns the smallest and largest weight version of each trajectory of which they are known.
+    """
+    message.MergeFromString(group.results)
+    versions = show_outputs(message.trajectories, group.sequence, group.placed)
     message.group_id = group.group_id
     message.born_step = int64(group.born)
     message.group_size = group.size
@@ -114,13 +117,7 @@ def sampled_to(group: Group) -> pb.SampledGroup:
     if group.failed:
         message.failed = True
         message.error = group.error
-    return message
-
-
-def versions_of(groups: pb.SampledGroups) -> list[tuple[int, int]]:
-    """Smallest and largest weight version of each trajectory of which they are known."""
-    bounds = [version_bounds(entry) for group in groups.groups for entry in group.trajectories]
-    return [found for found in bounds if found is not None]
+    return versions
 
 
 def dropped_to(partition: str, prompt: DroppedPrompt) -> pb.DroppedPrompt:

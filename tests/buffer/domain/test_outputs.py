@@ -12,7 +12,7 @@ from services.buffer.domain.manifest import trajectory_metrics
 from services.buffer.domain.outputs import SMALL_BYTES, InlinePayload, Payload
 from services.buffer.domain.trajectory import cut_error
 from services.buffer.domain.variance import zero_variance
-from services.buffer.wire.outputs import finished_from, kept_outputs, partial_from, same_outputs, version_bounds
+from services.buffer.wire.outputs import finished_from, kept_outputs, partial_from, same_outputs, show_outputs
 from services.runtime.errors import TurnoutError
 from tests.buffer.domain.model import output
 from turnout.buffer.v1 import buffer_pb2 as pb
@@ -84,9 +84,9 @@ def test_lengths_versions_and_replicas() -> None:
     )
     found = finished_from(outputs, 0)
     assert (found.length, found.replica_id) == (7, "c")
-    entry = pb.SampledTrajectory(outputs=outputs)
-    assert version_bounds(entry) == (3, 5), "a segment without tokens carries no version"
-    assert version_bounds(pb.SampledTrajectory(outputs=outputs[1:])) is None
+    entries = [pb.SampledTrajectory(index=1, outputs=outputs), pb.SampledTrajectory(index=2, outputs=outputs[1:])]
+    entries.append(pb.SampledTrajectory(outputs=[output(version=0)]))
+    assert show_outputs(entries, 1, ()) == [(3, 5), (0, 0)], "a segment without tokens carries no version"
     assert partial_from((), 0) is None
     nothing = partial_from((outputs[0], made()), 0)
     assert nothing is not None
