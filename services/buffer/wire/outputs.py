@@ -79,6 +79,7 @@ _COMPLETED = pb.SEGMENT_END_COMPLETED
 _CONTINUED = pb.SEGMENT_END_CONTINUED
 _ABORTED = pb.SEGMENT_END_ABORTED
 _LARGEST_END = max(pb.SegmentEnd.values())
+_NO_REWARDS: Mapping[str, float] = {}
 # Above every version.
 _NO_VERSION = 2**63
 
@@ -122,7 +123,8 @@ def _outputs_from(messages: Iterable[pb.Output], field: str, index: int, *, fini
         if finished:
             check_whole(field, position, number, produced, continued=end == _CONTINUED)
         length += produced
-        named = dict(output.rewards)
+        given = output.rewards
+        named = {name: given[name] for name in given} if given else _NO_REWARDS
         check_rewards(field, position, named)
         rewards.append(named)
         if output.HasField("payload"):
@@ -132,7 +134,10 @@ def _outputs_from(messages: Iterable[pb.Output], field: str, index: int, *, fini
             else:
                 payloads.append((position, payload_from(payload, f"{field}[{position}].payload")))
                 output.ClearField("payload")
-    return Outputs(group.SerializeToString(), length, replica_id, tuple(rewards), tuple(payloads), small)
+    # Maps in order: a replay must come to the same bytes.
+    return Outputs(
+        group.SerializeToString(deterministic=True), length, replica_id, tuple(rewards), tuple(payloads), small
+    )
 
 
 def kept_outputs(encoded: bytes, payloads: Iterable[tuple[int, Payload]]) -> Outputs:
