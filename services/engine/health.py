@@ -13,9 +13,13 @@ from services.engine.domain.spec import Health
 from services.engine.fleet import Fleet
 from services.engine.slot import Slot
 from services.runtime.host import HostContext
+from services.runtime.logs import get_logger
 
 SHORTEST_PAUSE_S: Final = 0.05
 """Between two probes of a replica that is suspected over and over, so that a broken one costs little."""
+
+
+_LOG = get_logger("engine")
 
 
 class Prober:
@@ -40,7 +44,11 @@ class Prober:
                 pass
             slot.probe_wanted.clear()
             if self._fleet.holds(slot):
-                await slot.probe_in_background()
+                try:
+                    await slot.probe_in_background()
+                except Exception:
+                    # A replica that nobody probes would keep its route for ever.
+                    _LOG.exception("probe failed unexpectedly", replica_id=slot.replica_id)
                 self.report()
                 await asyncio.sleep(SHORTEST_PAUSE_S)
 

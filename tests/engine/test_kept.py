@@ -13,7 +13,7 @@ import pytest
 from services.engine.service import EngineService
 from services.engine.storage import keeper
 from services.engine.storage.keeper import SCHEMA, Keeper
-from services.runtime.errors import internal
+from services.runtime.errors import TurnoutError, internal
 from services.runtime.host import StartError
 from services.runtime.journal import open_journal
 from tests.engine.helpers import (
@@ -301,6 +301,45 @@ async def test_while_nothing_can_be_stored_no_engine_is_touched(
     async with engines.controlled(tmp_path) as engine:
         assert await replicas(engine) == before
         assert set(before) == {"h0", "s0"}
+
+
+async def test_h60_loops_of_the_controller_outlive_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prober that is gone leaves a dead replica serving; a compaction that is gone fills the disk."""
+    engines = Engines()
+    snapshots = 0
+
+    async def fails_once(self: Keeper) -> None:
+        nonlocal snapshots
+        snapshots += 1
+        if snapshots == 1:
+            raise ValueError("injected")
+
+    monkeypatch.setattr(Keeper, "snapshot", fails_once)
+    async with engines.controlled(tmp_path, probe_interval=0.05) as engine:
+        await with_replicas(engine)
+        probed = asyncio.Event()
+        slot = engine.controller.fleet.get("s0")
+
+        async def breaks() -> None:
+            del slot.probe_in_background
+            probed.set()
+            raise ValueError("injected")
+
+        slot.probe_in_background = breaks  # type: ignore[method-assign]
+        await probed.wait()
+        with pytest.raises(TurnoutError):
+            engines.by_id["s0"]._die("injected")
+
+        async def dead() -> bool:
+            return (await replicas(engine))["s0"].health == pb.REPLICA_HEALTH_DEAD
+
+        await until(dead)
+        for wanted in (1, 2):
+            engine.controller.book.compaction_due.set()
+            await until(lambda wanted=wanted: snapshots == wanted)  # type: ignore[misc]
+        status = {loop.name: loop for loop in engine.controller.context.tasks.status()}
+        assert status["engine compaction"].restarts == 1
+        assert status["engine journal"].running
 
 
 async def test_an_agent_keeps_nothing(tmp_path: Path) -> None:

@@ -22,6 +22,12 @@ Conventions of this file, which hold for every call:
     reaches an engine. Commands of one replica reach its engine one after the other. One that ran out of time counts as
     under way until the engine answers it: DEADLINE_EXCEEDED / ENGINE_TIMEOUT for its caller, REPLICA_BUSY for later ones.
     Done means that the engine's state, read afterwards, says so; otherwise ABORTED / NOT_CONFIRMED.
+  * A controller with a data directory keeps its run and epoch, replicas, operations, lends, weight updates and answers
+    over restarts; sessions, meetings and parked requests are not kept, whoever has them calls again. Its incarnation is a
+    new one, every route is OUT until the engine was probed, and a replica serves again only if its engine and what is
+    kept both allow it. A call that was cut may be repeated: BeginLend, FinishLend, Reclaim, UpdateWeights and
+    CommitWeightUpdate go on from where they were. A BeginWeightUpdate that was not answered is undone, so that its repeat
+    opens another update. The abort calls undo any prefix.
   * Ids are opaque UTF-8 strings of the caller: 1 to 512 bytes, no control characters.
   * `epoch` is the trainer's fencing token, see OpenEpoch: unset is allowed only while none was ever opened, afterwards it
     is FAILED_PRECONDITION / EPOCH_REQUIRED; lower than the run's is FAILED_PRECONDITION / STALE_EPOCH, higher

@@ -325,7 +325,7 @@ class EngineControllerServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def AbortLend(self, request, context):
-        """AbortLend undoes any prefix of a lend: routes OUT, memory freed.
+        """AbortLend undoes any prefix of a lend: routes OUT, memory freed. A repeat frees what is left.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -429,6 +429,8 @@ class EngineControllerServicer(object):
 
     def GetOperation(self, request, context):
         """GetOperation reads one operation. NOT_FOUND / OPERATION_NOT_FOUND after it was forgotten (the last 10 000 are kept).
+        One that the end of the controller cut is PARTIAL afterwards: what its engines did of it that is not known is ABORTED /
+        INTERRUPTED, with a duration until the next start.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -22,6 +22,12 @@ Conventions of this file, which hold for every call:
     reaches an engine. Commands of one replica reach its engine one after the other. One that ran out of time counts as
     under way until the engine answers it: DEADLINE_EXCEEDED / ENGINE_TIMEOUT for its caller, REPLICA_BUSY for later ones.
     Done means that the engine's state, read afterwards, says so; otherwise ABORTED / NOT_CONFIRMED.
+  * A controller with a data directory keeps its run and epoch, replicas, operations, lends, weight updates and answers
+    over restarts; sessions, meetings and parked requests are not kept, whoever has them calls again. Its incarnation is a
+    new one, every route is OUT until the engine was probed, and a replica serves again only if its engine and what is
+    kept both allow it. A call that was cut may be repeated: BeginLend, FinishLend, Reclaim, UpdateWeights and
+    CommitWeightUpdate go on from where they were. A BeginWeightUpdate that was not answered is undone, so that its repeat
+    opens another update. The abort calls undo any prefix.
   * Ids are opaque UTF-8 strings of the caller: 1 to 512 bytes, no control characters.
   * `epoch` is the trainer's fencing token, see OpenEpoch: unset is allowed only while none was ever opened, afterwards it
     is FAILED_PRECONDITION / EPOCH_REQUIRED; lower than the run's is FAILED_PRECONDITION / STALE_EPOCH, higher
@@ -870,7 +876,7 @@ class EngineControllerStub(typing.Generic[_EngineControllerOpenEpochType, _Engin
     """
 
     AbortLend: _EngineControllerAbortLendType
-    """AbortLend undoes any prefix of a lend: routes OUT, memory freed."""
+    """AbortLend undoes any prefix of a lend: routes OUT, memory freed. A repeat frees what is left."""
 
     Reclaim: _EngineControllerReclaimType
     """Reclaim takes hybrid replicas back: routes OUT, their sessions cleared, late requests re-routed, paused, drained,
@@ -933,7 +939,10 @@ class EngineControllerStub(typing.Generic[_EngineControllerOpenEpochType, _Engin
     """GetProgress reads the same on demand."""
 
     GetOperation: _EngineControllerGetOperationType
-    """GetOperation reads one operation. NOT_FOUND / OPERATION_NOT_FOUND after it was forgotten (the last 10 000 are kept)."""
+    """GetOperation reads one operation. NOT_FOUND / OPERATION_NOT_FOUND after it was forgotten (the last 10 000 are kept).
+    One that the end of the controller cut is PARTIAL afterwards: what its engines did of it that is not known is ABORTED /
+    INTERRUPTED, with a duration until the next start.
+    """
 
     ListOperations: _EngineControllerListOperationsType
     """ListOperations pages through operations, newest first."""
@@ -1231,7 +1240,7 @@ class EngineControllerServicer(metaclass=abc.ABCMeta):
         request: turnout.engine.v1.engine_pb2.AbortLendRequest,
         context: _ServicerContext,
     ) -> typing.Union[turnout.engine.v1.engine_pb2.AbortLendResponse, collections.abc.Awaitable[turnout.engine.v1.engine_pb2.AbortLendResponse]]:
-        """AbortLend undoes any prefix of a lend: routes OUT, memory freed."""
+        """AbortLend undoes any prefix of a lend: routes OUT, memory freed. A repeat frees what is left."""
 
     @abc.abstractmethod
     def Reclaim(
@@ -1354,7 +1363,10 @@ class EngineControllerServicer(metaclass=abc.ABCMeta):
         request: turnout.engine.v1.engine_pb2.GetOperationRequest,
         context: _ServicerContext,
     ) -> typing.Union[turnout.engine.v1.engine_pb2.GetOperationResponse, collections.abc.Awaitable[turnout.engine.v1.engine_pb2.GetOperationResponse]]:
-        """GetOperation reads one operation. NOT_FOUND / OPERATION_NOT_FOUND after it was forgotten (the last 10 000 are kept)."""
+        """GetOperation reads one operation. NOT_FOUND / OPERATION_NOT_FOUND after it was forgotten (the last 10 000 are kept).
+        One that the end of the controller cut is PARTIAL afterwards: what its engines did of it that is not known is ABORTED /
+        INTERRUPTED, with a duration until the next start.
+        """
 
     @abc.abstractmethod
     def ListOperations(
