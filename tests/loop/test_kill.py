@@ -14,13 +14,15 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TypeVar
 
+import pytest
+
 from tests.loop.test_faults import Stack, finish, run_of, stack, train
 from tests.loop.test_loop import RUN, SCALE, prompts
 from turnout.buffer.v1 import buffer_pb2
 from turnout.client import ClientOptions
 from turnout.engine.v1 import engine_pb2
 from turnout.scheduler.v1 import events_pb2, scheduler_pb2
-from turnout.trainer import AsyncTrainerHooks
+from turnout.trainer import AsyncTrainerHooks, resume_from
 
 ROOT = Path(__file__).parents[2]
 START_S = 30.0
@@ -137,6 +139,7 @@ async def test_h57_kill_9_in_the_middle_of_a_reclaim_and_of_a_lend(tmp_path: Pat
         await hooks.close(reason="finished")
 
 
+@pytest.mark.slow
 async def test_h50_sigterm_in_the_middle_of_a_reclaim_is_joined_by_the_next_scheduler(tmp_path: Path) -> None:
     """An operator restarts the scheduler for a new version while engines are slow to let go."""
     async with world(tmp_path) as (s, scheduler):
@@ -150,3 +153,32 @@ async def test_h50_sigterm_in_the_middle_of_a_reclaim_is_joined_by_the_next_sche
         kinds = Counter(event.WhichOneof("event") for event in await events_of(hooks))
         assert (kinds["reclaim_done"], kinds["step_began"], kinds["run_opened"]) == (1, 1, 1)
         await hooks.close(reason="finished")
+
+
+@pytest.mark.slow
+async def test_a_trainer_that_died_with_its_scheduler_resumes_where_it_stood(tmp_path: Path) -> None:
+    """A machine is lost, and with it trainer and scheduler: the steps agree, so nobody need say keep_live."""
+    async with world(tmp_path) as (s, scheduler):
+        first = await s.hooks()
+        await first.on_train_begin(prompts(0, 32))
+        await finish(first, 16)
+        await first.on_step_begin(1)
+        trained = await train(first, 1)
+        manifest = await first.save(1)
+        assert (await run_of(first)).mode == events_pb2.MODE_TRAINER
+        await scheduler.end()
+        await first.close()
+        await scheduler.start()
+        second = await s.hooks(resume=scheduler_pb2.Resume(resume_step=1), take_over=True)
+        assert (second.epoch, second.next_step) == (first.epoch + 1, 2)
+        await second.on_step_begin(2)
+        lost = await train(second, 2)
+        assert not set(trained) & set(lost)
+        await scheduler.end()
+        await second.close()
+        await scheduler.start()
+        third = await s.hooks(resume=resume_from(manifest, 1), take_over=True)
+        assert (third.epoch, third.next_step) == (second.epoch + 1, 2)
+        await third.on_step_begin(2)
+        assert await train(third, 2) == lost, "the checkpoint of a scheduler that was killed twice since"
+        await third.close(reason="finished")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ import pytest
 
 from services.runtime.errors import Code
 from services.runtime.host import StartError
+from services.runtime.journal import JournalOptions
 from services.runtime.journal.database import Database
+from services.scheduler import service as service_module
 from services.scheduler.domain import events
 from services.scheduler.service import SchedulerService
 from services.scheduler.settings import SchedulerSettings
@@ -308,6 +311,35 @@ async def test_a_snapshot_stands_for_the_records_before_it(tmp_path: Path) -> No
         await w.restart()
         await trainer.prepare(2)
         assert (await trainer.run()).step == 2
+
+
+async def test_the_journal_of_a_long_run_stays_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Events arrive for weeks; what stands for them on disk must not grow with them."""
+    monkeypatch.setattr(service_module, "JournalOptions", partial(JournalOptions, compact_bytes=1 << 14))
+    async with world(data_dir=tmp_path, event_history=1000) as w:
+        trainer = await w.trainer()
+        hosted = service_of(w).registry.get("run")
+        keeper = service_of(w).keeper
+        assert keeper is not None
+        journal = keeper.journal
+        assert journal is not None
+        largest = 0
+        for step in range(12_000):
+            hosted.run.record(events.ValidationBegan(step), hosted.moment)
+            if step % 20 == 0:
+                await hosted.durable()
+                largest = max(largest, journal.stats.log_bytes)
+        snapshots = journal.snapshot_position
+        assert snapshots > 0
+        # A snapshot holds up to 1 250 events of some 40 bytes; the log grows to that size before the next one is taken.
+        assert largest < 1 << 19
+        kept = {placed.sequence: (placed.at, placed.event) for placed in hosted.run.log}
+        await w.restart()
+        again = {p.sequence: (p.at, p.event) for p in service_of(w).registry.get("run").run.log}
+        assert len(kept) >= 1000
+        assert {number: again[number] for number in kept} == kept
+        await w.buffer.set_depth(8)
+        assert (await trainer.begin(1)).mode == events_pb2.MODE_TRAINER
 
 
 async def test_two_schedulers_on_one_directory_are_refused(tmp_path: Path) -> None:

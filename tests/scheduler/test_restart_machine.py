@@ -17,9 +17,10 @@ from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from services.runtime.host import ServiceHost
 from services.runtime.statuses import from_rpc_error
@@ -81,6 +82,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.lives = 0
         self.stack = AsyncExitStack()
         self.run(self._begin())
+        for run_id in ("a", "c"):
+            self._open(self.jobs[run_id], resumes=False)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         return self.runner.run(work)
@@ -200,7 +203,10 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(run_id=st.sampled_from(sorted(RUNS)), resumes=st.booleans())
     def open(self, run_id: str, resumes: bool) -> None:
-        job = self.jobs[run_id]
+        self._open(self.jobs[run_id], resumes=resumes)
+
+    def _open(self, job: Job, *, resumes: bool) -> None:
+        run_id = job.run_id
         held = [other for other in self.jobs.values() if other.open and other is not job]
         taken = any(set(RUNS[run_id]) & set(RUNS[other.run_id]) for other in held)
         resume = pb.Resume(resume_step=job.step, keep_live=True) if job.known or resumes else None
@@ -245,17 +251,28 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.run(closing())
         job.open = False
 
+    @precondition(lambda self: self.at_work())
     @rule(
-        run_id=st.sampled_from(sorted(RUNS)),
+        data=st.data(),
         calls=st.integers(1, 6),
-        crash_at=st.sampled_from(["", "", "", "BeginLend", "FinishLend", "Reclaim", "AbortLend", "ListReplicas"]),
+        crash_at=st.sampled_from(["", "BeginLend", "FinishLend", "Reclaim", "AbortLend", "ListReplicas"]),
         abandons=st.booleans(),
     )
-    def train(self, run_id: str, calls: int, crash_at: str, abandons: bool) -> None:
-        """The next calls of a trainer, the scheduler crashing in one of them."""
-        job = self.jobs[run_id]
-        if not job.open or job.fenced:
-            return
+    def train_and_crash(self, data: st.DataObject, calls: int, crash_at: str, abandons: bool) -> None:
+        """The next calls of a trainer, the scheduler crashing in each that asks this of its engines."""
+        self._train(self.jobs[data.draw(st.sampled_from(self.at_work()))], calls, crash_at, abandons)
+
+    @precondition(lambda self: self.at_work())
+    @rule(data=st.data(), calls=st.integers(4, 12))
+    def train(self, data: st.DataObject, calls: int) -> None:
+        """The next calls of a trainer."""
+        self._train(self.jobs[data.draw(st.sampled_from(self.at_work()))], calls, "", False)
+
+    def at_work(self) -> list[str]:
+        """The runs whose trainers may call."""
+        return [run_id for run_id, job in self.jobs.items() if job.open and not job.fenced]
+
+    def _train(self, job: Job, calls: int, crash_at: str, abandons: bool) -> None:
         for _ in range(calls):
             try:
                 self.run(self._next(job, crash_at, abandons))
@@ -346,5 +363,11 @@ class SchedulerMachine(RuleBasedStateMachine):
                     open_lend = ""
 
 
-SchedulerMachine.TestCase.settings = settings(max_examples=12, stateful_step_count=25, deadline=None)
+class LongSchedulerMachine(SchedulerMachine):
+    """The same, for longer."""
+
+
+SchedulerMachine.TestCase.settings = settings(max_examples=4, stateful_step_count=15, deadline=None)
 TestScheduler = SchedulerMachine.TestCase
+LongSchedulerMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestSchedulerForLong = pytest.mark.slow(pytest.mark.timeout(1200)(LongSchedulerMachine.TestCase))

@@ -27,7 +27,8 @@ Conventions of this file, which hold for every call:
   * A call is known by (run, epoch, call, step, mini_batch, attempt), a call about a lend by its lend_id. A repeat joins the
     call under way or gets the stored answer; a repeat whose other fields differ (but max_wait) is INVALID_ARGUMENT /
     CALL_CHANGED. Only OK answers are stored: after an error the same call runs again. A dropped call cancels nothing. A
-    stream that joins first gets the newest WaitProgress and every unpaid RefillDue.
+    stream that joins first gets the newest WaitProgress and every unpaid RefillDue. A service with a data directory keeps
+    to all of this over its restarts: a call that a restart cut is gone on with, and its repeat joins that.
   * Calls out of order are FAILED_PRECONDITION / OUT_OF_ORDER; the metadata names the calls expected next. EndStep may
     follow any EndSample, or a PrepareStep that ended EXHAUSTED: the data may have run out within a step.
   * A transition that failed: ABORTED / RECLAIM_FAILED, LEND_FAILED or ABORT_LEND_FAILED, with operation_id and mode in the
