@@ -46,6 +46,9 @@ _SAMPLE_EVERY_S: Final = 1.0
 _SETTLED_BYTES: Final = 4 * 1024 * 1024
 """What may lie in segments once nothing lives in them: the newest one, which is given up from 1 MiB on, and a part."""
 
+_LINE: Final = 500
+"""Characters shown of what went wrong while the soak runs; the report has more."""
+
 Tell = Callable[[str], None]
 
 
@@ -207,6 +210,7 @@ class Soak:
     async def _watch(self, service: Service, witnesses: list[Witness], disk: Disk) -> None:
         """Take down memory, and say how it stands."""
         begun = told_at = time.monotonic()
+        told: set[str] = set()
         while True:
             await asyncio.sleep(_SAMPLE_EVERY_S)
             now = time.monotonic()
@@ -218,12 +222,16 @@ class Soak:
             told_at = now
             seen = Counter(event.kind for witness in witnesses for event in witness.events)
             memory = f"{resident / 2**20:.0f} MiB" if resident is not None else "away"
-            wrongs = len(self._wrongs(service, witnesses))
+            wrongs = self._wrongs(service, witnesses)
+            for wrong in wrongs:
+                if wrong not in told:
+                    self._tell(f"WRONG: {wrong[:_LINE]}")
+            told.update(wrongs)
             self._tell(
                 f"{now - begun:5.0f} s  added {seen['ADDED']}, finished {seen['FINISHED']}, committed "
                 f"{seen['COMMITTED']}, evicted {seen['EVICTED']}; service life {service.lives} ({memory}), kills "
                 f"{sum(member.kills for member in self._members)}{', disk full' if disk.full else ''}"
-                f"{f'; WRONG: {wrongs}' if wrongs else ''}"
+                f"{f'; WRONG: {len(wrongs)}' if wrongs else ''}"
             )
 
     def _wrongs(self, service: Service, witnesses: list[Witness]) -> list[str]:
