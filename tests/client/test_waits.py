@@ -360,6 +360,20 @@ def test_prompts_that_could_not_be_added_are_kept_for_the_claim_when_it_is_shown
         assert next(read) == "second"
 
 
+def test_prompts_that_can_never_be_added_are_not_offered_for_ever() -> None:
+    """One whose upload ran out during an outage would end every later wait with the same error."""
+    read = iter(["first", "second"])
+    with fake("buffer") as service, BufferClient(service.target, QUICK) as client:
+        service.script["WaitForSampleable"] = in_turn(events(refill(1)), events(refill(1), REACHED))
+        service.script["AddGroups"] = in_turn(failing(grpc.StatusCode.NOT_FOUND, "PAYLOAD_NOT_FOUND"), unpaid(0))
+        refills = client.refills(lambda count: prompts(next(read)), run_id="r1", partition="train", epoch=3)
+        with pytest.raises(NotFound):
+            client.wait_for_sampleable(wait_request(), refills=refills)
+        client.wait_for_sampleable(wait_request(), refills=refills)
+        paid = service.requests("AddGroups")
+        assert [group.group_id for one in paid for group in one.groups] == ["first", "second"]
+
+
 # --------------------------------------------------------------------------------------------------- watches, scheduler
 
 

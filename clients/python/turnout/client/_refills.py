@@ -1,8 +1,9 @@
 """Paying refill claims from inside a wait.
 
 Invariants: the user's function is asked once per claim; what it returned is paid with one request id until the service
-took it, also when the claim is shown again after a restart, so no prompt is lost and none is added twice; credits that
-the function does not cover are declined, which ends supply.
+took it, also when the claim is shown again after a restart, so no prompt is lost and none is added twice; what it can
+never take is raised, and the function is asked again; credits that the function does not cover are declined, which ends
+supply.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 from turnout.buffer.v1 import buffer_pb2, buffer_pb2_grpc
 from turnout.client._calls import new_request_id
+from turnout.client._errors import AlreadyExists, FailedPrecondition, InvalidArgument, NotFound
 from turnout.client._link import Link
 
 RefillAnswer = Sequence[buffer_pb2.GroupSpec] | None
@@ -59,7 +61,12 @@ class Refills:
             self._owed[due.refill_claim_id] = payment
         unpaid = due.count
         if payment.groups:
-            unpaid = (await self._calls.AddGroups(payment)).refill_remaining
+            try:
+                unpaid = (await self._calls.AddGroups(payment)).refill_remaining
+            except (AlreadyExists, FailedPrecondition, InvalidArgument, NotFound):
+                # It will never be taken, for example since an upload that it names has run out.
+                del self._owed[due.refill_claim_id]
+                raise
         if unpaid > 0:
             await self._calls.DeclineRefill(
                 buffer_pb2.DeclineRefillRequest(**self._where, refill_claim_id=due.refill_claim_id)
