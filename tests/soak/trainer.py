@@ -208,7 +208,7 @@ class Trainer:
         try:
             done = self._client.wait_for_sampleable(request, refills=self._refills)
         except TurnoutError as error:
-            self._errand.check(is_outage(error), f"a wait ended {error}")
+            self._errand.check(is_outage(error) or _is_unpaid(error), f"a wait ended {error}")
             return
         self._errand.ok()
         reached = done.depth.sampleable >= request.target
@@ -243,7 +243,7 @@ class Trainer:
                 self._book.write("expired", request_id=request.request_id)
                 return pb.WAIT_OUTCOME_TIMED_OUT
             except TurnoutError as error:
-                self._errand.check(is_full(error), f"sampling ended {error}")
+                self._errand.check(is_full(error) or _is_unpaid(error), f"sampling ended {error}")
                 time.sleep(PAUSE_S)
         self._errand.ok()
         self._cursor = sampled.done.next_cursor
@@ -458,6 +458,11 @@ class Trainer:
         for found in listed.checkpoints:
             self._delete_checkpoint(found.checkpoint_id)
         self._book.write("drained")
+
+
+def _is_unpaid(error: TurnoutError) -> bool:
+    """Whether a refill could not be paid from inside a wait: the upload of a prompt waited longer than it lives."""
+    return isinstance(error, NotFound) and error.reason == "PAYLOAD_NOT_FOUND"
 
 
 def main() -> None:
