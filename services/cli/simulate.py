@@ -17,11 +17,13 @@ from rich.console import Console
 from services.cli.examples import with_examples
 from services.cli.failures import CommandFailed
 from services.cli.progress import progress_bar
-from services.cli.simulate_fit import fitted
+from services.cli.simulate_fit import fitted, fitted_to_run
 from services.scheduler.policies import UnknownPolicyError, create
 from services.simulator import Result, Workload, WorkloadError, load, names, simulate
 from services.simulator.oracle import oracle
+from services.views.run_events import EventsError, read_events
 from services.views.simulation import band, savings, simulation_picture, simulation_table
+from turnout.scheduler.v1 import events_pb2
 
 ORACLE: Final = "oracle"
 _ALL: Final = "all"
@@ -36,6 +38,7 @@ _DEFAULT: Final = "calibrated"
         "turnout simulate --workload all --policy verl,jit --seeds 5",
         "turnout simulate --workload mine.yaml --policy jit --oracle --picture gain.png",
         "turnout simulate --workload mine.yaml --from-verl-metrics run.jsonl",
+        "turnout simulate --from-run my-run.jsonl --policy verl,jit",
         "turnout simulate --workload all --json > results.jsonl",
     )
 )
@@ -51,6 +54,12 @@ _DEFAULT: Final = "calibrated"
     help="Fit the workload to what a verl run logged (its file logger's JSONL, or a CSV export); --workload names the "
     "run's topology and batch. An error band comes with it.",
 )
+@click.option(
+    "--from-run",
+    "run_events",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Fit the workload to the events of a run of Turnout's own, a file that 'turnout events' wrote.",
+)
 @click.option("--oracle", "with_oracle", is_flag=True, help="Also search for the best schedule with full knowledge.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object a line, nothing else.")
 @click.option("--picture", type=click.Path(dir_okay=False, path_type=Path), help="Draw the gains as a PNG file.")
@@ -62,6 +71,7 @@ def simulate_command(
     seeds: int,
     steps: int | None,
     verl_metrics: Path | None,
+    run_events: Path | None,
     with_oracle: bool,
     as_json: bool,
     picture: Path | None,
@@ -72,9 +82,13 @@ def simulate_command(
         for name in names():
             click.echo(f"{name:22} {load(name).description}")
         return
+    if verl_metrics is not None and run_events is not None:
+        raise click.UsageError("only one of --from-verl-metrics and --from-run")
     loaded = _load(workload)
     if verl_metrics is not None:
         loaded = fitted(verl_metrics, loaded, quiet=as_json)
+    if run_events is not None:
+        loaded = [fitted_to_run(_events(run_events), run_events.name, loaded, quiet=as_json)]
     workloads = [_shortened(each, steps) for each in loaded]
     policies = _policies(policy, workloads[0])
     if with_oracle:
@@ -103,6 +117,13 @@ def simulate_command(
             raise CommandFailed(f"the picture cannot be written: {error}") from error
         if not as_json:
             click.echo(f"Picture: {picture}")
+
+
+def _events(path: Path) -> list[events_pb2.RunEvent]:
+    try:
+        return list(read_events(path))
+    except EventsError as error:
+        raise click.UsageError(f"--from-run {error}") from error
 
 
 def _load(workload: str) -> list[Workload]:
