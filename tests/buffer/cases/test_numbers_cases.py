@@ -154,7 +154,9 @@ async def test_h58_sums_of_large_counts_do_not_wrap(caller: Caller) -> None:
     assert metrics["training/off_policy/trajectory_spans/max"] == float(2**63)
     assert all(value >= -1.0 for value in metrics.values())
     call = caller.stub.WatchGroups(pb.WatchGroupsRequest(run_id=caller.run_id, from_sequence=1))
-    lengths = [length for event in (await call.read()).events for length in event.lengths]
+    told_events = await call.read()
+    assert isinstance(told_events, pb.WatchGroupsResponse)
+    lengths = [length for event in told_events.events for length in event.lengths]
     call.cancel()
     assert lengths
     assert set(lengths) == {largest}, "cut to what the wire carries"
