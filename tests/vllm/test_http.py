@@ -213,7 +213,7 @@ async def test_an_answer_that_carries_an_error_is_no_success() -> None:
     ("status", "expected"),
     [
         (500, "ENGINE_FAILED"),
-        (503, "ENGINE_DEAD"),
+        (503, "ENGINE_BUSY"),
         (400, "ENGINE_REFUSED"),
         (422, "ENGINE_REFUSED"),
         (404, "NOT_OFFERED"),
@@ -295,6 +295,7 @@ async def test_output_is_read_as_token_ids() -> None:
         (stream(choice([1, 2], [-0.5])), "ENGINE_FAILED"),
         (stream(choice([1], [-0.5], "error")), "ENGINE_FAILED"),
         (lambda _: httpx.Response(400, text="too long"), "ENGINE_REFUSED"),
+        (lambda _: httpx.Response(503, text="paused"), "ENGINE_BUSY"),
     ],
 )
 async def test_streams_that_fail_are_errors(answer: Answer, expected: str) -> None:

@@ -288,7 +288,7 @@ class HttpSurface:
             async with self._data.stream("POST", "/v1/completions", json=body, headers=headers) as answer:
                 if answer.status_code != HTTPStatus.OK:
                     await answer.aread()
-                    raise self._failed(answer)
+                    raise await self._failed(answer)
                 async for line in answer.aiter_lines():
                     if not line.startswith("data:"):
                         continue
@@ -335,7 +335,7 @@ class HttpSurface:
     async def _send(self, request: Any) -> httpx.Response:
         answer = await self._request(request)
         if answer.status_code != HTTPStatus.OK:
-            raise self._failed(answer)
+            raise await self._failed(answer)
         told = _json(answer)
         if told.get("error"):
             raise aborted("ENGINE_FAILED", f"{self.url} failed: {str(told['error'])[:300]}")
@@ -350,11 +350,13 @@ class HttpSurface:
             raise unavailable("ENGINE_UNREACHABLE", f"{self.url}: {type(error).__name__}") from error
         return answer
 
-    def _failed(self, answer: httpx.Response) -> TurnoutError:
+    async def _failed(self, answer: httpx.Response) -> TurnoutError:
         told = f"{answer.request.url.path} of {self.url} answered {answer.status_code}: {answer.text[:300]}"
         match answer.status_code:
             case HTTPStatus.SERVICE_UNAVAILABLE:
-                return engine_dead(told)
+                # Said by a dead engine, and by one that is paused (from 0.33) or full.
+                await self.check()
+                return unavailable("ENGINE_BUSY", told)
             case HTTPStatus.NOT_FOUND | HTTPStatus.METHOD_NOT_ALLOWED:
                 return failed_precondition("NOT_OFFERED", told)
             case code if code < HTTPStatus.INTERNAL_SERVER_ERROR:

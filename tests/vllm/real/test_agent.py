@@ -41,7 +41,7 @@ async def agent(directory: Path, model: Path) -> AsyncIterator[tuple[asyncio.sub
     try:
         assert process.stdout is not None
         target = ""
-        async with asyncio.timeout(150):
+        async with asyncio.timeout(300):
             # vLLM writes to stdout as well.
             while line := await process.stdout.readline():
                 if line.startswith(b"turnout engine listening on "):

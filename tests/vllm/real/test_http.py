@@ -42,10 +42,10 @@ async def server(models: Path) -> AsyncIterator[tuple[str, psutil.Process]]:
     environment = os.environ | CPU_ENVIRONMENT | ENVIRONMENT | {"VLLM_SERVER_DEV_MODE": "1"}
     command = [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server", *arguments]
     process = psutil.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    family = [process]
     url = f"http://127.0.0.1:{port}"
+    family: list[psutil.Process] = []
     try:
-        async with asyncio.timeout(200), httpx.AsyncClient() as client:
+        async with asyncio.timeout(400), httpx.AsyncClient() as client:
             while True:
                 assert process.is_running()
                 try:
@@ -54,10 +54,12 @@ async def server(models: Path) -> AsyncIterator[tuple[str, psutil.Process]]:
                 except httpx.TransportError:
                     pass
                 await asyncio.sleep(0.5)
-        family += process.children(recursive=True)
+        family = process.children(recursive=True)
         yield url, process
     finally:
-        for one in reversed(family):
+        if process.is_running():
+            family = process.children(recursive=True)
+        for one in [process, *family]:
             if one.is_running():
                 one.kill()
         await asyncio.to_thread(psutil.wait_procs, family, 15)
