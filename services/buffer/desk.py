@@ -375,6 +375,9 @@ class Desk:
                     await self._rearm.wait()
                 finally:
                     timer.cancel()
+            else:
+                # More is due than ends in one turn; others get theirs in between.
+                await asyncio.sleep(0)
             self._expire_due()
             tick()
 

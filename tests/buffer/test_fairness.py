@@ -12,12 +12,17 @@ import pytest
 
 from services.buffer.domain import pump as pumping
 from services.buffer.domain.config import MAX_GROUPS_PER_CALL, MAX_ITEMS_PER_CALL
+from services.buffer.domain.moment import Moment
+from services.buffer.domain.partition import Partition
 from services.buffer.domain.pump import EVICTIONS_PER_TURN
+from services.buffer.domain.run import EXPIRIES_PER_TURN, Expired, Run
 from services.buffer.parking import WAKES_PER_TURN, Parked, wake_in_turns
+from services.buffer.servicers.waits import GROUPS_PER_TURN
 from services.buffer.servicers.work import MAX_CLAIMS
+from services.runtime.clock import ManualClock
 from services.runtime.errors import Code
 from tests.buffer.domain.model import World, config
-from tests.buffer.helpers import Buffer, Caller, refused, result, running_buffer
+from tests.buffer.helpers import Buffer, Caller, refused, result, running_buffer, seconds
 from tests.buffer.process import buffer_process
 from turnout.buffer.v1 import buffer_pb2 as pb
 
@@ -104,6 +109,40 @@ async def test_sliced_evictions_are_told_and_recorded_as_if_they_were_one(tmp_pa
         ledger = await caller.ledger()
     async with running_buffer(data_dir=tmp_path) as buffer:
         assert await buffer.caller().ledger() == ledger
+
+
+async def test_claims_that_end_together_end_in_slices(
+    timed: Buffer, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The claims of a whole fleet end at once when it dies."""
+    caller = timed.caller()
+    await caller.create(max_attempts=3, lease_times=pb.LeaseTimes(claim=seconds(5.0)))
+    names = [f"g{number}" for number in range(2 * EXPIRIES_PER_TURN + 5)]
+    await caller.add(*names)
+    assert len(await caller.claim(len(names))) == len(names)
+    turns: list[int] = []
+    expire = Run.expire
+
+    def noted(self: Run, over: Expired, at: Moment) -> list[Partition]:
+        turns.append(len(over.claims))
+        return expire(self, over, at)
+
+    monkeypatch.setattr(Run, "expire", noted)
+    await clock.advance(5.0)
+    assert turns == [EXPIRIES_PER_TURN, EXPIRIES_PER_TURN, 5]
+    assert (await caller.depth()).counts == pb.GroupCounts(pending=len(names))
+    again = await caller.claim(len(names))
+    assert {claim.token.attempt for claim in again} == {2}
+
+
+async def test_a_large_manifest_is_whole(caller: Caller) -> None:
+    """It is written in slices, between which anything may happen."""
+    await caller.create()
+    await caller.open()
+    names = await fill(caller, 2 * GROUPS_PER_TURN + 1, finish=True)
+    told = await caller.sample(len(names))
+    assert told.ids == names
+    assert told.done.group_count == len(names)
 
 
 async def test_many_calls_are_woken_some_at_a_time() -> None:

@@ -6,6 +6,7 @@ claim's attempt; a claim without open trajectories is gone.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 from services.buffer.domain.deadlines import Deadlines
 from services.buffer.domain.group import Group
@@ -103,9 +104,9 @@ class ClaimBook:
         """When the first claim ends."""
         return self._deadlines.next()
 
-    def expired(self, now: float) -> list[str]:
-        """The claims whose time is over, earliest first; they are to be taken out now."""
-        return list(self._deadlines.pop_due(now))
+    def expired(self, now: float, limit: int) -> list[str]:
+        """Up to `limit` claims whose time is over, earliest first; they are to be taken out now."""
+        return list(islice(self._deadlines.pop_due(now), limit))
 
     def take(self, claim_ids: Iterable[str]) -> list[Claim]:
         """Remove and return claims."""

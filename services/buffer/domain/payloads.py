@@ -8,6 +8,7 @@ ExternalBook of the run follows; those of small payloads of results are with the
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from itertools import islice
 from typing import Protocol
 
 from google_crc32c import extend
@@ -290,9 +291,9 @@ class PayloadBook:
         """When the first unnamed upload ends."""
         return self._uploads.next()
 
-    def expired(self, now: float) -> list[str]:
-        """The uploads that nobody named in time; they are to be forgotten now."""
-        return list(self._uploads.pop_due(now))
+    def expired(self, now: float, limit: int) -> list[str]:
+        """Up to `limit` uploads that nobody named in time; they are to be forgotten now."""
+        return list(islice(self._uploads.pop_due(now), limit))
 
     def forget_uploads(self, payload_ids: Iterable[str]) -> None:
         """Forget uploads that nobody named."""

@@ -37,6 +37,8 @@ from services.runtime.errors import (
     unknown_epoch,
 )
 
+# Claims and uploads that end in one turn: some 5 ms, for which every other run waits.
+EXPIRIES_PER_TURN = 256
 # Far beyond any number of trainers, and far from the end of the int64 that carries it.
 _LARGEST_EPOCH = 2**62
 
@@ -370,7 +372,10 @@ class Run:
         return now if parked else self.state.contact_at
 
     def expired(self, at: Moment) -> Expired:
-        """What is over; it is to be ended now. Leases of a trainer that was heard of since live on."""
+        """What is over, or some of it if that is much; it is to be ended now.
+
+        Leases of a trainer that was heard of since live on.
+        """
         state = self.state
         extended = self._heard_at(at.now) + state.config.lease_times.sample
         leases: list[str] = []
@@ -380,10 +385,10 @@ class Run:
             else:
                 leases.append(lease_id)
         return Expired(
-            state.claims.expired(at.now),
+            state.claims.expired(at.now, EXPIRIES_PER_TURN),
             leases,
             list(state.leases.retained.pop_due(at.now)),
-            state.payloads.expired(at.now),
+            state.payloads.expired(at.now, EXPIRIES_PER_TURN),
         )
 
     def refills_due(self, at: Moment) -> list[Partition]:

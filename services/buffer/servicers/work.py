@@ -38,6 +38,8 @@ class WorkCalls(BufferCalls):
         self.asked(run)
         run.check_epoch(optional_epoch(request))
         step = required_step(request)
+        # Before anything is made of them.
+        check_items("groups", len(request.groups), MAX_GROUPS_PER_CALL)
 
         def execute(record: st.Record) -> pb.AddGroupsResponse:
             at = self.desk.moment()

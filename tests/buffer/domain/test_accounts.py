@@ -146,7 +146,7 @@ async def test_bytes_live_as_long_as_something_names_them() -> None:
     uploaded = upload(payloads, store, "upload-1", b"defgh", until=10.0)
     assert (payloads.held, len(store)) == (8, 2)
     assert payloads.keep(uploaded) == uploaded
-    payloads.forget_uploads(payloads.expired(20.0))
+    payloads.forget_uploads(payloads.expired(20.0, 100))
     assert await store.read(uploaded.id, 1, 3) == b"efg"
     payloads.keep(uploaded)
     assert payloads.drop([uploaded]) == 0
@@ -159,9 +159,9 @@ def test_an_upload_that_nobody_names_goes() -> None:
     payloads, store = book()
     upload(payloads, store, "upload-1", b"x", until=5.0)
     assert payloads.next_expiry() == 5.0
-    payloads.forget_uploads(payloads.expired(4.9))
+    payloads.forget_uploads(payloads.expired(4.9, 100))
     assert len(store) == 1
-    payloads.forget_uploads(payloads.expired(5.0))
+    payloads.forget_uploads(payloads.expired(5.0, 100))
     assert (len(store), payloads.held, payloads.next_expiry()) == (0, 0, None)
 
 
