@@ -112,12 +112,13 @@ class SimulatedRun:
     # -------------------------------------------------------------------------------------------------- steps
 
     def begin(self) -> None:
-        """Open the run: GPUs are lent, the warm-up batches are added."""
-        topology = self.workload.topology
+        """Open the run: engines get their first weights, GPUs are lent, the warm-up batches are added."""
+        topology, costs = self.workload.topology, self.workload.costs
+        self.now = costs.sync_s + costs.lend_s
         self.decider.tell(RunOpened(at=self.now, config=self.workload.policy_config()))
         self.lent = True
         self._resize(topology.hybrid_replicas, topology.standalone_replicas)
-        self.decider.tell(LendDone(at=self.now, cost_s=self.workload.costs.lend_s, counted=False))
+        self.decider.tell(LendDone(at=self.now, cost_s=costs.lend_s, counted=False))
         self._set_speed(1)
         self._add_groups(warmup_groups(self.workload), 1)
 
@@ -238,7 +239,9 @@ class SimulatedRun:
     # -------------------------------------------------------------------------------------------------- groups
 
     def _add_groups(self, count: int, step: int) -> None:
-        first = len(self.groups.born)
+        first, supply = len(self.groups.born), self.workload.batch.supply
+        if supply is not None:
+            count = min(count, supply - first)
         added = range(first, first + count)
         self.groups.born += [step] * count
         self.groups.left += [self._size] * count

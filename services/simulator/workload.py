@@ -65,12 +65,16 @@ class Topology(_Part):
 
 
 class Batch(_Part):
-    """Groups a step, trajectories a group, groups a mini-batch, and batches added before the first step."""
+    """Groups a step, trajectories a group, groups a mini-batch, and batches added before the first step.
+
+    supply: prompts in all; the warm-up takes the first of them. None: every step has a batch of its own.
+    """
 
     groups: PositiveInt = 64
     group_size: PositiveInt = 8
     mini_batch: PositiveInt = 16
     warmup_batches: NotNegative = 1.0
+    supply: PositiveInt | None = None
 
     @model_validator(mode="after")
     def _whole_mini_batches(self) -> Self:
@@ -157,6 +161,8 @@ class Workload(_Part):
     def _enough_prompts(self) -> Self:
         if self.events and list(self.events) != sorted(self.events, key=lambda event: event.at):
             raise ValueError("events are not in the order of their steps")
+        if self.batch.supply is not None and self.batch.supply < self.steps * self.batch.groups:
+            raise ValueError(f"batch.supply {self.batch.supply} is less than {self.steps} steps of {self.batch.groups}")
         return self
 
     def policy_config(self) -> PolicyConfig:

@@ -18,6 +18,7 @@ lengths: {cap: 1000, modes: [{mean: 300}]}
 
 WANTED = {
     "calibrated",
+    "demo",
     "bimodal",
     "bimodal-costly",
     "heavy-tail",
