@@ -22,6 +22,7 @@ from typing import Any, Final, Protocol, TypeAlias, TypeVar
 
 import grpc
 import grpc.aio
+from google.protobuf.message import Message
 
 from services.runtime.draining import draining_error
 from services.runtime.errors import Code, TurnoutError, internal, invalid_argument, unavailable, unimplemented
@@ -30,6 +31,8 @@ from services.runtime.metrics import CallMetrics
 from services.runtime.statuses import abort
 
 A = TypeVar("A")
+C = TypeVar("C", bound=Callable[..., object])
+M = TypeVar("M", bound=Message)
 R = TypeVar("R")
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
@@ -48,6 +51,24 @@ _GONE_S: Final = 1.0
 
 class _PeerGoneError(Exception):
     """The connection broke while an answer was written."""
+
+
+def takes_bytes(method: C) -> C:
+    """Let a servicer's method have its requests as the bytes that came, for it to parse with `parsed`."""
+    method.__dict__["takes_bytes"] = True
+    return method
+
+
+def parsed(kind: type[M], raw: bytes) -> M:
+    """The message that a caller sent. Raises INVALID_ARGUMENT / MALFORMED_REQUEST."""
+    return _parsed(kind.FromString, raw)
+
+
+def _parsed(parse: Callable[[bytes], A], raw: bytes) -> A:
+    try:
+        return parse(raw)
+    except Exception as error:
+        raise invalid_argument("request", "the request is not a valid message", reason="MALFORMED_REQUEST") from error
 
 
 class InFlight:
@@ -203,16 +224,12 @@ class _Around(Protocol):
 
 def _wrapped(handler: Handler, around: _Around) -> Handler:
     parse, write = handler.request_deserializer, handler.response_serializer
+    behavior = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
+    if getattr(behavior, "takes_bytes", False):
+        parse = None
 
     def read(raw: bytes) -> Any:
-        if parse is None:
-            return raw
-        try:
-            return parse(raw)
-        except Exception as error:
-            raise invalid_argument(
-                "request", "the request is not a valid message", reason="MALFORMED_REQUEST"
-            ) from error
+        return raw if parse is None else _parsed(parse, raw)
 
     async def read_all(raw: AsyncIterator[bytes]) -> AsyncGenerator[Any, None]:
         async for message in raw:

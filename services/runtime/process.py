@@ -14,6 +14,7 @@ from typing import Final
 
 import uvloop
 
+from services.runtime.allocator import keep_freed_memory
 from services.runtime.collector import short_collections
 from services.runtime.config import ServiceSettings
 from services.runtime.host import Build, ServiceHost, StartError
@@ -26,6 +27,7 @@ _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 def run_service(name: str, settings: ServiceSettings, build: Build) -> int:
     """Run a service until a signal stops it; return the exit code of the process."""
     setup_logs(settings.log_level, settings.log_format)
+    keep_freed_memory()
     with short_collections(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_serve(name, settings, build))
 

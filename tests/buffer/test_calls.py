@@ -121,6 +121,21 @@ async def test_a_claim_brings_what_there_is_of_earlier_attempts(caller: Caller) 
     assert error.reason == "STALE_CLAIM"
 
 
+async def test_a_put_of_bytes_that_are_no_frame_is_the_callers_fault(buffer: Buffer, caller: Caller) -> None:
+    """Chunks are read by hand, so what is no message must be found there, too; extra fields are no fault."""
+    await caller.create()
+    header = pb.PutPayloadRequest(header=pb.PutPayloadHeader(run_id="run")).SerializeToString()
+    end = pb.PutPayloadRequest(end=pb.PutPayloadEnd(crc32c=google_crc32c.value(b"x"))).SerializeToString()
+    put: grpc.aio.StreamUnaryMultiCallable[bytes, bytes]
+    put = buffer.channel.stream_unary("/turnout.buffer.v1.ReplayBuffer/PutPayload")
+    answer = await put(iter([header, b"\x12\x01x\x38\x01", end]), timeout=CALL_S)
+    assert pb.PutPayloadResponse.FromString(answer).ref.size == 1
+    for torn in (b"\x12\x05four", b"\xff"):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await put(iter([header, torn, end]), timeout=CALL_S)
+        assert from_rpc_error(caught.value).reason == "MALFORMED_REQUEST"
+
+
 async def test_results_stream_in_numbered_batches(caller: Caller) -> None:
     await caller.create(size=2)
     await caller.add("a", "b")

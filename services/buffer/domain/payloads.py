@@ -80,6 +80,9 @@ class PayloadStore(Protocol):
         Raises NOT_FOUND / PAYLOAD_NOT_FOUND, DATA_LOSS / PAYLOAD_DAMAGED.
         """
 
+    def at_hand(self, payload_id: str, offset: int, size: int) -> bytes | None:
+        """The same without waiting, if that can be; None leaves it to `read`. Raises DATA_LOSS / PAYLOAD_DAMAGED."""
+
 
 def payload_not_found(payload_id: str) -> TurnoutError:
     """No payload of that id is kept."""
@@ -123,6 +126,10 @@ class MemoryPayloadStore:
 
     async def room(self) -> None:
         """There is room as long as there is memory."""
+
+    def at_hand(self, payload_id: str, offset: int, size: int) -> bytes | None:
+        """Left to `read`, which does not wait either."""
+        return None
 
     async def read(self, payload_id: str, offset: int, size: int) -> bytes:
         """Up to `size` bytes from `offset` on. Raises NOT_FOUND / PAYLOAD_NOT_FOUND."""

@@ -14,7 +14,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from services.buffer.segments.record import FILE_MAGIC, MAX_HEAD_BYTES, Header, unpack
+from services.buffer.segments.record import FILE_MAGIC, HEADER_BYTES, MAX_HEAD_BYTES, Header, unpack
+
+_NOWAIT: Final[int | None] = getattr(os, "RWF_NOWAIT", None)
+"""Linux alone can read what is in memory and nothing else."""
 
 _IOV_MAX: Final = 1000
 """Buffers per system call; the system allows 1024."""
@@ -92,6 +95,33 @@ class Segment:
         if self.descriptor is not None:
             os.close(self.descriptor)
             self.descriptor = None
+
+    def read_cached(
+        self, offset: int, id_bytes: int, size: int, scratch: bytearray
+    ) -> tuple[Header | None, bytes] | None:
+        """What `read` returns, of a record whose id has `id_bytes`, if the page cache has all of it; else None.
+
+        Does not wait for a disk, so it may be called on the event loop. `scratch` has room for the record.
+        """
+        if _NOWAIT is None:
+            return None
+        head = HEADER_BYTES + id_bytes
+        whole = memoryview(scratch)[: head + size]
+        try:
+            descriptor = os.open(self.path, os.O_RDONLY)
+            try:
+                read = os.preadv(descriptor, [whole], offset, _NOWAIT)
+            finally:
+                os.close(descriptor)
+        except OSError:
+            # Not there yet, or not asked for in this way: the other way of reading tells what is wrong.
+            return None
+        if read < len(whole):
+            return None
+        header = unpack(bytes(whole[:head]), 0)
+        if header is None or header.size != size:
+            return None, b""
+        return header, bytes(whole[head:])
 
     def read(self, offset: int, size: int) -> tuple[Header | None, bytes]:
         """The header at `offset` and, if it is right, its `size` bytes of data. Raises OSError."""

@@ -18,7 +18,7 @@ from services.buffer.segments.segment import Segment
 from services.buffer.segments.writer import Writer
 from services.runtime.errors import TurnoutError
 
-IN_FLIGHT_BYTES: Final = 8 * MIB
+IN_FLIGHT_BYTES: Final = 4 * MIB
 """Bytes in flight above which an upload waits, though the store would take more: the writer stays busy, and memory that
 was just written is used again instead of fresh pages, which cost more than the copy into them."""
 

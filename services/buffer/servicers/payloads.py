@@ -11,12 +11,13 @@ from services.buffer.domain.outputs import Payload
 from services.buffer.domain.run import Run
 from services.buffer.servicers.base import BufferCalls, Context
 from services.buffer.storage.checkpoints import Checkpoints
-from services.buffer.wire.frames import chunk_frame
+from services.buffer.wire.frames import chunk_frame, chunk_of
 from services.buffer.wire.outputs import ref_from, ref_to, token_from
 from services.buffer.wire.scalars import duration
 from services.buffer.wire.small import small_payloads
 from services.runtime.draining import Draining
 from services.runtime.errors import TurnoutError, data_loss, invalid_argument, out_of_range, require_id
+from services.runtime.handlers import parsed, takes_bytes
 from turnout.buffer.storage.v1 import storage_pb2 as st
 from turnout.buffer.v1 import buffer_pb2 as pb
 
@@ -33,41 +34,43 @@ class PayloadCalls(BufferCalls):
         super().__init__(desk, draining, max_message_bytes, checkpoints)
         self._uploads = count(1)
 
+    @takes_bytes
     async def PutPayload(
         self, requests: AsyncIterator[pb.PutPayloadRequest], context: Context
     ) -> pb.PutPayloadResponse:
         """Take one payload: header, chunks, end."""
         self.desk.check_space()
-        header = await self._header(requests)
+        frames = cast(AsyncIterator[bytes], requests)
+        header = await self._header(frames)
         # Not an id that a decision makes: a replay of decisions would not come by it.
         payload_id = f"upload-{self.desk.incarnation}-{next(self._uploads):x}"
         upload = self.store.upload(payload_id)
         size = 0
         try:
-            async for frame in requests:
-                kind = frame.WhichOneof("frame")
-                if kind == "chunk":
-                    chunk = frame.chunk
-                    if len(chunk) > MAX_CHUNK_BYTES:
+            async for raw in frames:
+                frame = _read(raw)
+                if isinstance(frame, bytes):
+                    if len(frame) > MAX_CHUNK_BYTES:
                         message = f"a chunk has at most {MAX_CHUNK_BYTES} bytes"
-                        raise invalid_argument("chunk", message, value=len(chunk), reason="CHUNK_TOO_LARGE")
-                    size += len(chunk)
+                        raise invalid_argument("chunk", message, value=len(frame), reason="CHUNK_TOO_LARGE")
+                    size += len(frame)
                     self._check_room(self.run(header.run_id), size)
-                    await upload.write(chunk)
-                elif kind == "end":
+                    await upload.write(frame)
+                elif frame.HasField("end"):
                     _check_end(header, frame.end, size, upload.crc32c)
                     await upload.finish()
                     answer = self._keep(header, payload_id, size, upload.crc32c)
                     await self.desk.durable()
                     return answer
                 else:
-                    raise _bad_frame(kind, "after the header come chunks, then the end")
+                    raise _bad_frame(frame.WhichOneof("frame"), "after the header come chunks, then the end")
             raise _bad_frame(None, "the upload ended without its last frame")
         finally:
             upload.abort()
 
-    async def _header(self, requests: AsyncIterator[pb.PutPayloadRequest]) -> pb.PutPayloadHeader:
-        frame = await anext(requests, None)
+    async def _header(self, frames: AsyncIterator[bytes]) -> pb.PutPayloadHeader:
+        raw = await anext(frames, None)
+        frame = None if raw is None else parsed(pb.PutPayloadRequest, raw)
         kind = None if frame is None else frame.WhichOneof("frame")
         if frame is None or kind != "header":
             raise _bad_frame(kind, "the first frame is a header")
@@ -162,7 +165,10 @@ class PayloadCalls(BufferCalls):
 
     def _read_ahead(self, payload: Payload, offset: int) -> asyncio.Task[bytes]:
         async def read() -> bytes:
-            return await self.store.read(payload.id, offset, SENT_CHUNK_BYTES) if offset < payload.size else b""
+            if offset >= payload.size:
+                return b""
+            data = self.store.at_hand(payload.id, offset, SENT_CHUNK_BYTES)
+            return data if data is not None else await self.store.read(payload.id, offset, SENT_CHUNK_BYTES)
 
         return asyncio.create_task(read())
 
@@ -171,6 +177,15 @@ async def _drop(task: asyncio.Task[bytes]) -> None:
     """Let go of bytes that nobody will be sent, and of an error in reading them."""
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
+
+
+def _read(raw: bytes) -> bytes | pb.PutPayloadRequest:
+    """A chunk, or the frame if it is anything else. By way of a message a megabyte would be copied twice more."""
+    chunk = chunk_of(raw)
+    if chunk is not None:
+        return chunk
+    frame = parsed(pb.PutPayloadRequest, raw)
+    return frame.chunk if frame.HasField("chunk") else frame
 
 
 def _check_end(header: pb.PutPayloadHeader, end: pb.PutPayloadEnd, size: int, crc: int) -> None:

@@ -1,18 +1,34 @@
-"""Frames of payload bytes, serialised by hand.
+"""Frames of payload bytes, written and read by hand.
 
-Invariant: what is made here is byte for byte what protobuf makes of the message. Protobuf copies the bytes into the
-message and again out of it, which at a megabyte a frame is most of the work of sending them.
+Invariant: what is made here is byte for byte what protobuf makes of the message, and what is read here is what protobuf
+reads; whatever else a frame may be is left to protobuf. It copies the bytes into the message and again out of it, which
+at a megabyte a frame is most of the work of moving them.
 """
 
 from typing import Final
 
-# Field 2 of GetPayloadsResponse (chunk), length-delimited.
+# Field 2 of GetPayloadsResponse and of PutPayloadRequest (chunk), length-delimited.
 _CHUNK_TAG: Final = b"\x12"
+# Where a length of up to 35 bits ends at the latest.
+_MAX_VARINT: Final = 6
 
 
 def chunk_frame(data: bytes) -> bytes:
     """A serialised GetPayloadsResponse with a chunk."""
     return b"".join((_CHUNK_TAG, _varint(len(data)), data))
+
+
+def chunk_of(frame: bytes) -> bytes | None:
+    """The chunk of a serialised PutPayloadRequest; None if that is not all there is in it."""
+    if frame[:1] != _CHUNK_TAG:
+        return None
+    size = 0
+    for place, byte in enumerate(frame[1:_MAX_VARINT]):
+        size |= (byte & 0x7F) << 7 * place
+        if byte < 0x80:
+            data = frame[place + 2 :]
+            return data if len(data) == size else None
+    return None
 
 
 def _varint(number: int) -> bytes:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from google_crc32c import value
 
+from services.buffer.segments.record import FILE_MAGIC, HEADER_BYTES
 from services.buffer.segments.segment import Segment
 from services.runtime.errors import Code, TurnoutError
 from services.runtime.journal import Durability
@@ -75,6 +76,37 @@ async def test_what_was_put_can_be_read_at_once_and_after_it_was_written(tmp_pat
         await store.flush()
         assert await store.read("p", 2, 3) == b"omp"
         assert store.stats.in_flight_bytes == 0
+
+
+@pytest.mark.skipif(not hasattr(os, "RWF_NOWAIT"), reason="Linux alone can read what is in memory and nothing else")
+async def test_what_is_at_hand_is_what_a_read_gives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read on the event loop it must be the same bytes, as well verified, and never waited for."""
+    sizes = {"one": 1, "组": 5000, "part": MIB, "large": 2 * MIB + 17}
+    async with opened(tmp_path, small(segment_bytes=MIB)) as store:
+        for number, (name, size) in enumerate(sizes.items()):
+            await upload(store, name, data_of(number, size))
+        put(store, "pending", b"not written yet")
+        assert store.at_hand("pending", 4, 7) == b"written"
+        assert store.at_hand("nope", 0, 1) is None
+        for name, size in sizes.items():
+            for offset in {0, size // 2, size - 1, min(size - 1, MIB + 3)}:
+                for step in (1, 700, MIB):
+                    assert store.at_hand(name, offset, step) == await store.read(name, offset, step)
+
+        def not_in_memory(*_: object) -> int:
+            raise BlockingIOError
+
+        monkeypatch.setattr(os, "preadv", not_in_memory)
+        assert store.at_hand("part", 0, MIB) is None, "what is on the disk alone is left to those who may wait"
+        monkeypatch.setattr(os, "preadv", lambda *_: 5)
+        assert store.at_hand("part", 0, MIB) is None, "so is what is there in part"
+        monkeypatch.undo()
+        first = bytearray(files(tmp_path)[0].read_bytes())
+        first[len(FILE_MAGIC) + HEADER_BYTES + len("one")] ^= 1
+        files(tmp_path)[0].write_bytes(first)
+        with pytest.raises(TurnoutError) as caught:
+            store.at_hand("one", 0, 1)
+        assert caught.value.reason == "PAYLOAD_DAMAGED"
 
 
 async def test_a_replayed_put_changes_nothing(tmp_path: Path) -> None:
