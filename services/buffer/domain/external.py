@@ -126,17 +126,21 @@ class ExternalBook:
         since = self._since.pop(key, self.holds_made) if held is None else held.since
         self._named[key] = Named(payload, since)
 
-    def drop(self, key: Key) -> None:
-        """One book less names a payload."""
-        there = self._named[key]
-        there.books -= 1
-        if there.books:
-            return
-        del self._named[key]
-        if self.holds and there.since < next(reversed(self.holds.values())):
-            self._held[key] = Held(there.payload, there.since, self.holds_made)
-        else:
-            self._release(key, there.payload)
+    def drop(self, keys: Iterable[Key]) -> None:
+        """One book less names these payloads."""
+        newest = next(reversed(self.holds.values())) if self.holds else 0
+        before = self._numbers
+        for key in keys:
+            there = self._named[key]
+            there.books -= 1
+            if there.books:
+                continue
+            del self._named[key]
+            if there.since < newest:
+                self._held[key] = Held(there.payload, there.since, self.holds_made)
+            else:
+                self._release(key, there.payload)
+        if self._numbers != before:
             self.wake()
 
     def refuse(self, payload: Payload) -> None:
@@ -147,10 +151,10 @@ class ExternalBook:
             self.wake()
 
     def _release(self, key: Key, payload: Payload) -> None:
-        self._numbers += 1
-        self._queue[key] = (self._numbers, payload)
-        self._order[self._numbers] = key
-        if len(self._queue) > self._limit:
+        number = self._numbers = self._numbers + 1
+        self._queue[key] = (number, payload)
+        self._order[number] = key
+        if number > self._limit and len(self._queue) > self._limit:
             _, oldest = self._order.popitem(last=False)
             del self._queue[oldest]
             self.given_up += 1

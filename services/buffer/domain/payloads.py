@@ -367,17 +367,16 @@ class PayloadBook:
 
     def let_external_go(self) -> None:
         """Name nothing in external stores any more."""
-        for key, entry in self._external.items():
-            self.held -= entry.size
-            self.external.drop(key)
-        self._external.clear()
+        external, self._external = self._external, {}
+        self.held -= sum([entry.size for entry in external.values()])
+        self.external.drop(external)
 
     def _drop_external(self, key: Key) -> None:
         entry = self._external[key]
         entry.holders -= 1
         if not entry.holders:
             self.held -= self._external.pop(key).size
-            self.external.drop(key)
+            self.external.drop((key,))
 
     def _forget(self, payload_id: str) -> None:
         self.held -= self._entries.pop(payload_id).size

@@ -30,7 +30,7 @@ def test_what_nobody_names_is_told_until_it_is_acknowledged() -> None:
     book.name(A)
     book.name(B)
     assert told(book) == []
-    book.drop(KEY_A)
+    book.drop([KEY_A])
     assert told(book) == told(book) == ["a"]
     assert told(book, "file") == []
     assert book.acknowledge("ray", ["a", "a", "unknown"]) == ["a"]
@@ -43,7 +43,7 @@ def test_a_reader_goes_on_behind_what_it_saw() -> None:
     book = ExternalBook()
     for number in range(10):
         book.name(Payload(str(number), 1, 1, store="file" if number % 2 else "ray"))
-        book.drop(("file" if number % 2 else "ray", str(number)))
+        book.drop([("file" if number % 2 else "ray", str(number))])
     first, seen = book.waiting("ray", 0, 2)
     second, seen = book.waiting("ray", seen, 10)
     assert [payload.id for payload in [*first, *second]] == ["0", "2", "4", "6", "8"]
@@ -59,7 +59,7 @@ def test_an_id_is_one_payload_and_not_used_again_before_it_is_deleted() -> None:
     assert reason(book, Payload("a", 11, 1, store="ray")) == "PAYLOAD_MISMATCH"
     assert reason(book, Payload("a", 10, 7, store="ray")) == "PAYLOAD_MISMATCH"
     book.check("p", A)
-    book.drop(KEY_A)
+    book.drop([KEY_A])
     assert reason(book, A) == "PAYLOAD_RELEASED"
     book.acknowledge("ray", ["a"])
     book.check("p", A)
@@ -70,9 +70,9 @@ def test_two_books_that_name_a_payload_both_let_it_go() -> None:
     book = ExternalBook()
     book.name(A)
     book.name(A)
-    book.drop(KEY_A)
+    book.drop([KEY_A])
     assert told(book) == []
-    book.drop(KEY_A)
+    book.drop([KEY_A])
     assert told(book) == ["a"]
 
 
@@ -82,8 +82,8 @@ def test_a_checkpoint_holds_what_was_named_when_it_began() -> None:
     book.name(A)
     book.hold("one")
     book.name(B)
-    book.drop(KEY_A)
-    book.drop(KEY_B)
+    book.drop([KEY_A])
+    book.drop([KEY_B])
     assert told(book) == ["b"]
     assert reason(book, Payload("a", 11, 1, store="ray")) == "PAYLOAD_MISMATCH"
     book.unhold("one")
@@ -95,9 +95,9 @@ def test_a_restored_payload_is_held_as_before() -> None:
     book = ExternalBook()
     book.name(A)
     book.hold("one")
-    book.drop(KEY_A)
+    book.drop([KEY_A])
     book.name(A)
-    book.drop(KEY_A)
+    book.drop([KEY_A])
     assert told(book) == []
     book.unhold("one")
     assert told(book) == ["a"]
@@ -108,7 +108,7 @@ def test_a_run_that_nobody_watches_gives_up_the_oldest_and_counts_them() -> None
     book = ExternalBook(limit=2)
     for number in range(5):
         book.name(Payload(str(number), 1, 1, store="ray"))
-        book.drop(("ray", str(number)))
+        book.drop([("ray", str(number))])
     assert told(book) == ["3", "4"]
     assert book.given_up == 3
 
@@ -119,7 +119,7 @@ def test_listeners_hear_of_every_release() -> None:
     book.listeners.add(lambda: heard.append(1))
     book.name(A)
     assert not heard
-    book.drop(KEY_A)
+    book.drop([KEY_A])
     assert heard
 
 
@@ -128,7 +128,7 @@ def test_a_book_outlives_its_run_while_something_is_left() -> None:
     externals = Externals()
     book = externals.of("run")
     book.name(A)
-    book.drop(KEY_A)
+    book.drop([KEY_A])
     externals.discard_empty("run")
     assert externals.get("run") is book
     book.acknowledge("ray", ["a"])
@@ -153,7 +153,7 @@ def test_nothing_is_let_go_while_it_is_named_or_in_a_checkpoint(moves: list[tupl
             named.add(name)
         elif kind == "drop" and name in named:
             named.discard(name)
-            book.drop(("s", name))
+            book.drop([("s", name)])
         elif kind == "hold" and name not in seen:
             seen[name] = set(named)
             book.hold(name)
