@@ -37,6 +37,13 @@ class Model:
     evicted: int = 0
     added: int = 0
     unpaid: int = 0
+    # Payloads in a store outside, by the group whose result names them.
+    outside: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def needed(self) -> set[str]:
+        """Payloads outside that results name."""
+        return {self.outside[name] for name, state in self.states.items() if state in ("finished", "sampled")}
 
     def those(self, state: str) -> list[str]:
         return [name for name, there in self.states.items() if there == state]
@@ -99,7 +106,11 @@ class RestartMachine(RuleBasedStateMachine):
     def finish(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(self.model.those("running")))
         token = self.claims[name].token
-        made = result(name, 0, output(1.0, 2, 0, name.encode()), token=token)
+        self.numbers += 1
+        self.model.outside[name] = f"key-{self.numbers}"
+        there = output(1.0, 2, 0)
+        there.payload.ref.CopyFrom(pb.PayloadRef(id=self.model.outside[name], store="ray", size=1))
+        made = result(name, 0, output(1.0, 2, 0, name.encode()), there, token=token)
         for _ in range(2):
             (outcome,) = self.run(self.caller.finish(made))
             assert outcome.code == 0
@@ -165,9 +176,27 @@ class RestartMachine(RuleBasedStateMachine):
             assert (answer.evicted, answer.sampled) == (0, 1)
             return
         assert answer.evicted == 1
+        if self.model.states[name] == "finished" and not self.saved:
+            assert self.model.outside[name] in self.released()
         del self.model.states[name]
         self.model.evicted += 1
         self.model.unpaid += 1
+
+    @precondition(lambda self: self.released())
+    @rule(data=st.data())
+    def acknowledge(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(self.released()))
+        request = pb.AckReleasesRequest(run_id=self.caller.run_id, store="ray", ids=[name])
+        assert self.run(self._acknowledge(request)) == 1
+        assert name not in self.released()
+
+    async def _acknowledge(self, request: pb.AckReleasesRequest) -> int:
+        return (await self.caller.stub.AckReleases(request)).acknowledged
+
+    def released(self) -> list[str]:
+        """What the owner of the store outside is told."""
+        book = self.buffer.desk.memory.externals.of(self.caller.run_id)
+        return [payload.id for payload in book.released()]
 
     # ------------------------------------------------------------------------------------------------------- accidents
 
@@ -190,7 +219,8 @@ class RestartMachine(RuleBasedStateMachine):
 
     @rule()
     def save(self) -> None:
-        name = f"save-{len(self.saved)}"
+        self.numbers += 1
+        name = f"save-{self.numbers}"
         self.run(self.caller.checkpoint(name))
         self.saved[name] = deepcopy(self.model)
 
@@ -212,6 +242,22 @@ class RestartMachine(RuleBasedStateMachine):
         self.model.leases.clear()
 
     # ------------------------------------------------------------------------------------------------------ invariants
+
+    @precondition(lambda self: self.saved)
+    @rule(data=st.data())
+    def delete_save(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.saved)))
+        del self.saved[name]
+        request = pb.DeleteCheckpointRequest(run_id=self.caller.run_id, checkpoint_id=name)
+        self.run(self._delete(request))
+
+    async def _delete(self, request: pb.DeleteCheckpointRequest) -> None:
+        await self.caller.stub.DeleteCheckpoint(request)
+
+    @invariant()
+    def what_is_needed_is_never_let_go(self) -> None:
+        needed = self.model.needed.union(*(saved.needed for saved in self.saved.values()))
+        assert not needed.intersection(self.released())
 
     @invariant()
     def the_ledger_is_that_of_the_model(self) -> None:
