@@ -11,9 +11,11 @@ import itertools
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import grpc.aio
 import pytest
 from google.protobuf.message import Message
 
@@ -273,6 +275,76 @@ async def check(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stri
         assert told_then == told, where
         assert moves_then == moves, where
         assert kinds_then == kinds, where
+
+
+async def open_run(w: World, request: pb.OpenRunRequest) -> pb.OpenRunResponse:
+    return await w.stub.OpenRun(request)
+
+
+async def an_opening(data_dir: Path, kill_at: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A trainer is let in, takes over from itself with its GPUs lent, and closes; the await points of all that."""
+    points = Points(kill_at)
+    with monkeypatch.context() as patched:
+        install(points, patched)
+        async with world(data_dir=data_dir, watch_progress=False, transition_attempts=1) as w:
+            engine = w.engine
+            points.armed = True
+            async with asyncio.timeout(20), reviving(w, points):
+                epoch = 0
+                requests = (
+                    w.open_request(request_id="first"),
+                    w.open_request(
+                        request_id="second", resume=pb.Resume(resume_step=0, keep_live=True), take_over=True
+                    ),
+                )
+                for number, request in enumerate(requests, start=1):
+                    # Clients give every opening an id, so that a reply that was lost is told again.
+                    opened = await persistently(points, partial(open_run, w, request))
+                    assert opened.epoch > epoch
+                    assert engine.epoch == w.buffer.runs["run"].epoch == opened.epoch
+                    epoch = opened.epoch
+                    trainer = Trainer(w.stub, epoch)
+                    await persistently(points, partial(trainer.complete, opened.lend))
+                    run = await persistently(points, trainer.run)
+                    assert (run.mode, run.epoch, run.lends) == (events_pb2.MODE_ROLLOUT, epoch, number)
+                close = pb.CloseRunRequest(run_id="run", epoch=epoch, reason="done")
+
+                async def closing() -> None:
+                    await w.stub.CloseRun(close)
+
+                await persistently(points, closing)
+                points.armed = False
+                await points.recovered.wait()
+                events = await persistently(points, trainer.events)
+                kinds = Counter(map(_kind, events))
+                assert (kinds["lend_done"], kinds["run_closed"]) == (2, 1)
+                assert [event.sequence for event in events] == list(range(1, len(events) + 1))
+                return points.passed
+
+
+async def check_openings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stride: int) -> None:
+    passed = await an_opening(tmp_path / "undisturbed", 0, monkeypatch)
+    assert len(passed) > 20
+    for kill_at in range(1, len(passed) + 1, stride):
+        try:
+            await an_opening(tmp_path / f"{kill_at}", kill_at, monkeypatch)
+        except (AssertionError, grpc.aio.AioRpcError) as error:
+            raise AssertionError(f"killed at point {kill_at}, {passed[kill_at - 1]}") from error
+
+
+async def test_a_kill_at_some_points_of_an_opening_locks_nobody_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trainer whose OpenRun was cut must not wait for the lease of the epoch that it never heard of."""
+    await check_openings(tmp_path, monkeypatch, stride=7)
+
+
+@pytest.mark.slow
+async def test_a_kill_at_any_point_of_an_opening_locks_nobody_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same at every point."""
+    await check_openings(tmp_path, monkeypatch, stride=1)
 
 
 @pytest.mark.parametrize("name", SCENARIOS)

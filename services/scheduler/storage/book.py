@@ -82,7 +82,9 @@ class Book:
         run = self.hosted.run
         kept = tuple(run.log)
         image = st.RunImage(
-            run_id=run.run_id, first_event=run.log.first, policy_image=policy_image.write(run.learner.knowledge())
+            run_id=run.run_id,
+            first_event=run.log.first,
+            policy_image=policy_image.write((run.learner.policy, run.learner.feed)),
         )
         for lend_id, cost_s in run.lends.closed().items():
             image.closed_lends.add(lend_id=lend_id, cost_seconds=cost_s)

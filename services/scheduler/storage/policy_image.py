@@ -18,7 +18,6 @@ import inspect
 import json
 import zlib
 from collections import deque
-from collections.abc import Iterator
 from enum import Enum
 from typing import Any, Final
 
@@ -52,15 +51,26 @@ def read(image: bytes) -> Any:
         raise UnreadableImageError(f"{type(error).__name__}: {error}") from error
 
 
-def _fields(owner: type) -> Iterator[str]:
+_SLOTS: dict[type, tuple[str, ...]] = {}
+
+
+def _slots(owner: type) -> tuple[str, ...]:
     """The slots of a class and its bases."""
+    if owner not in _SLOTS:
+        _SLOTS[owner] = _find_slots(owner)
+    return _SLOTS[owner]
+
+
+def _find_slots(owner: type) -> tuple[str, ...]:
+    names: list[str] = []
     for base in reversed(owner.__mro__):
         slots = base.__dict__.get("__slots__", ())
-        yield from (slots,) if isinstance(slots, str) else slots
+        names += (slots,) if isinstance(slots, str) else slots
+    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
 
 
 def _state(value: object) -> dict[str, object]:
-    state = {name: getattr(value, name) for name in _fields(type(value)) if name != "__dict__" and hasattr(value, name)}
+    state = {name: getattr(value, name) for name in _slots(type(value)) if hasattr(value, name)}
     return state | dict(getattr(value, "__dict__", {}))
 
 
