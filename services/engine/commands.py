@@ -11,12 +11,13 @@ import json
 from collections.abc import Callable
 from typing import Final
 
+from services.engine.deadline import Deadline
 from services.engine.domain.calls import Plan
 from services.engine.domain.operations import Operation
 from services.engine.domain.replica import Replica
 from services.engine.domain.spec import WEIGHTS, Cache, PauseMode
 from services.engine.fanout import FanOut, Result, Target, carry_out
-from services.engine.slot import Deadline, Slot
+from services.engine.slot import Slot
 from services.runtime.errors import aborted, deadline_exceeded, failed_precondition, invalid_argument, permission_denied
 
 FAULT_PREFIX: Final = "fault_"

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from services.engine.book import Book
+from services.engine.deadline import Deadline
 from services.engine.domain.calls import Plan
 from services.engine.domain.operations import Operation, OperationLog, Origin, Outcome, OutcomeKind, Shard
-from services.engine.slot import Deadline, Slot
+from services.engine.slot import Slot
 from services.runtime.clock import Clock
 from services.runtime.errors import TurnoutError, internal
 from services.runtime.logs import get_logger

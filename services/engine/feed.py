@@ -13,7 +13,7 @@ from typing import Final
 
 import google_crc32c
 
-from services.engine.slot import Deadline
+from services.engine.deadline import Deadline
 from services.runtime.errors import TurnoutError, aborted, data_loss, invalid_argument
 
 BUFFERED_CHUNKS: Final = 256

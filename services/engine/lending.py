@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from services.engine.book import Book
+from services.engine.deadline import Deadline
 from services.engine.domain.lends import Lends
 from services.engine.domain.operations import Operation
 from services.engine.domain.spec import Health, Role
 from services.engine.fanout import ALREADY, FanOut, Result, Target, carry_out
 from services.engine.fleet import Fleet
-from services.engine.slot import Deadline, Slot
+from services.engine.slot import Slot
 from services.engine.updating import Updating
 from services.runtime.errors import TurnoutError, aborted, invalid_argument, require_id, require_non_negative
 

@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 from typing import Any, Final, Protocol, TypeVar
 
 from services.engine.backends.base import Backend, Shards
+from services.engine.deadline import Deadline
 from services.engine.domain.calls import (
     Call,
     Drain,
@@ -28,13 +29,16 @@ from services.engine.domain.calls import (
 from services.engine.domain.engine_state import EngineState
 from services.engine.domain.replica import Replica
 from services.engine.domain.spec import Health, Route
-from services.runtime.errors import Code, TurnoutError, aborted, deadline_exceeded, internal
+from services.runtime.errors import Code, TurnoutError, aborted, deadline_exceeded, internal, unavailable
 from services.runtime.logs import get_logger
 
 T = TypeVar("T")
 
 DRAIN_TURN_S: Final = 0.25
 """How long a drain waits before it ends requests (again): some may still be on their way to the engine."""
+
+WATCH_S: Final = 0.4
+"""Between two looks at an engine that has not answered a command yet, so that its death is known within a second."""
 
 _LOG = get_logger("engine")
 
@@ -60,23 +64,6 @@ class Forward(Protocol):
     def interrupt(self) -> None:
         """Stop waiting for the engine; the request goes on elsewhere."""
         ...
-
-
-class Deadline:
-    """A moment of the event loop's clock."""
-
-    def __init__(self, timeout: float) -> None:
-        self.timeout = timeout
-        self.restart()
-
-    def restart(self) -> None:
-        """Count from now again."""
-        self._at = asyncio.get_running_loop().time() + self.timeout
-
-    @property
-    def left(self) -> float:
-        """Wall seconds until then, 0 if it is past."""
-        return max(0.0, self._at - asyncio.get_running_loop().time())
 
 
 class Slot:
@@ -173,10 +160,7 @@ class Slot:
             raise
         task = asyncio.ensure_future(self._guard(work))
         try:
-            await asyncio.wait({task}, timeout=deadline.left)
-            while not task.done() and deadline.left:
-                # The deadline was moved meanwhile.
-                await asyncio.wait({task}, timeout=deadline.left)
+            await self._watch(task, deadline)
         except asyncio.CancelledError:
             # The service stops.
             task.cancel()
@@ -191,12 +175,44 @@ class Slot:
                 f"the engine of {self.replica_id} did not answer within {deadline.timeout:g} s",
                 replica_id=self.replica_id,
             )
+        if task.cancelled():
+            raise unavailable("ENGINE_DEAD", f"the engine of {self.replica_id} died", replica_id=self.replica_id)
         try:
             return task.result()
         except TurnoutError as error:
             self.replica.doubt()
             await self._probe_after(error)
             raise
+
+    async def _watch(self, task: asyncio.Task[T], deadline: Deadline) -> None:
+        """Wait until a command is done, or its time is up, which may be moved meanwhile.
+
+        A command can hang on an engine that is dead: such a one is cancelled, and fails as dead.
+        """
+        probe: asyncio.Task[EngineState] | None = None
+        try:
+            while not task.done() and deadline.left:
+                awaited = {task} if probe is None else {task, probe}
+                timeout = min(deadline.left, WATCH_S)
+                await asyncio.wait(awaited, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+                if task.done():
+                    return
+                if probe is None:
+                    probe = asyncio.ensure_future(self._look())
+                elif probe.done():
+                    error, probe = probe.exception(), None
+                    if isinstance(error, TurnoutError) and error.code is Code.UNAVAILABLE:
+                        self.note_failure(error)
+                    if self.replica.health is Health.DEAD:
+                        task.cancel()
+                        await asyncio.wait({task})
+        finally:
+            if probe is not None:
+                probe.cancel()
+                await asyncio.gather(probe, return_exceptions=True)
+
+    async def _look(self) -> EngineState:
+        return await self._guard(self.backend.probe())
 
     async def refresh(self, timeout: float) -> None:
         """Probe the engine and take over what it tells; raises what the probe fails with."""

@@ -12,22 +12,22 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from services.engine.book import Book
-from services.engine.changes import Changes
+from services.engine.deadline import Deadline
 from services.engine.domain.kept import UpdateKind
 from services.engine.domain.operations import Operation
-from services.engine.domain.rendezvous import Rendezvous
 from services.engine.domain.replica import Replica
 from services.engine.domain.spec import Gpu, Weights
 from services.engine.domain.weights import Update, Updates, require_members, split_waves
-from services.engine.fanout import ALREADY, FanOut, Result, Target, carry_out
+from services.engine.fanout import ALREADY, FanOut, Result, Target
 from services.engine.feed import Feed, hand_out
 from services.engine.fleet import Fleet
-from services.engine.slot import Deadline, Slot
+from services.engine.meetings import Meetings
+from services.engine.preparing import Preparing, refuse_gone
+from services.engine.slot import Slot
 from services.runtime.clock import Clock
 from services.runtime.errors import (
     TurnoutError,
     aborted,
-    deadline_exceeded,
     failed_precondition,
     require_non_negative,
 )
@@ -55,13 +55,12 @@ class Updating:
         self._prefix = prefix
         self._book = book
         self._next = 1
-        self._rendezvous = Rendezvous()
-        self._meetings = Changes()
+        self._preparing = Preparing(fleet, fan_out, self._note)
+        self.meetings = Meetings(updates)
         self._dark_before: dict[str, float] = {}
         self._orphans: set[str] = set()
 
-    # ------------------------------------------------------------------------------------------------------------
-    # restart
+    # ----------------------------------------------------------------------------------------------------- restart
 
     def restore(self, updates: Iterable[Update]) -> None:
         """Go on with the transactions of an earlier controller."""
@@ -98,8 +97,7 @@ class Updating:
     def _note(self, update: Update) -> None:
         self._book.update(update, self.blackout(update))
 
-    # ------------------------------------------------------------------------------------------------------------
-    # begin
+    # ------------------------------------------------------------------------------------------------------- begin
 
     async def begin(
         self,
@@ -136,69 +134,9 @@ class Updating:
     async def _open_wave(self, update: Update, timeout: float) -> Operation:
         wave = set(update.next_wave())
         self._note(update)
-        return await self._prepare_all(update, wave, timeout)
+        return await self._preparing.all(update, wave, timeout)
 
-    async def _prepare_all(self, update: Update, wave: set[str], timeout: float) -> Operation:
-        slots = [slot for slot in self._fleet.all if slot.replica_id in wave]
-
-        async def action(slot: Slot, deadline: Deadline) -> Result:
-            try:
-                async with slot.exclusive(deadline) as replica:
-                    return await self._prepare(update, slot, replica, deadline)
-            except TurnoutError:
-                update.leave_out(slot.replica_id)
-                self._note(update)
-                raise
-
-        return await self._fan_out.run("BeginWeightUpdate", Target(slots, timeout), action)
-
-    async def _prepare(self, update: Update, slot: Slot, replica: Replica, deadline: Deadline) -> Result:
-        if replica.update_id != update.update_id:
-            replica.check_update(update.kind, update.version, adapter=update.adapter, allow_older=update.allow_older)
-        plan = replica.open_update(update.update_id, update.kind, update.keep_requests)
-        slot.changed()
-        try:
-            if update.kind is UpdateKind.AWAKE:
-                update.tokens_recomputed += await self._tokens_running(slot, deadline)
-            result = await carry_out(slot, plan, deadline)
-            self._refuse_gone(update, replica)
-            await self._start(update, slot, replica, deadline)
-        except TurnoutError:
-            await self._let_go(update, slot, replica, deadline)
-            raise
-        return Result(method=result.method, bytes_freed=result.bytes_freed)
-
-    async def _start(self, update: Update, slot: Slot, replica: Replica, deadline: Deadline) -> None:
-        """Tell the engine of the update, unless this controller has."""
-        if slot.replica_id in update.started:
-            return
-        work = slot.backend.start_weight_update(update.update_id, update.version, update.adapter, deadline.left)
-        await slot.command(work, deadline)
-        self._refuse_gone(update, replica)
-        update.started.add(slot.replica_id)
-
-    async def _let_go(self, update: Update, slot: Slot, replica: Replica, deadline: Deadline) -> None:
-        """A replica did not get ready: no byte reached it, so it goes on with its old weights if it can."""
-        if replica.update_id != update.update_id:
-            return
-        plan = replica.plan_abandon(touched=False)
-        try:
-            await slot.carry_out(plan, deadline)
-        except TurnoutError as error:
-            _LOG.warning("replica did not go on after a failed update", replica_id=slot.replica_id, reason=error.reason)
-
-    @staticmethod
-    async def _tokens_running(slot: Slot, deadline: Deadline) -> int:
-        if not slot.forwards:
-            return 0
-        progress = await slot.command(slot.backend.progress(), deadline)
-        return sum(
-            forward.prompt_tokens + progress.output_tokens.get(forward.engine_id, forward.output_tokens)
-            for forward in slot.forwards
-        )
-
-    # -------------------------------------------------------------------------------------------------------------
-    # feed
+    # -------------------------------------------------------------------------------------------------------- feed
 
     async def feed(
         self,
@@ -223,12 +161,12 @@ class Updating:
             feed = feeds[slot.replica_id]
             try:
                 async with slot.exclusive(deadline) as replica:
-                    self._refuse_gone(update, replica)
+                    refuse_gone(update, replica)
                     replica.check_commit()
-                    await self._start(update, slot, replica, deadline)
+                    await self._preparing.start(update, slot, replica, deadline)
 
                     async def touch() -> None:
-                        self._refuse_gone(update, replica)
+                        refuse_gone(update, replica)
                         replica.touch()
                         update.touched.add(slot.replica_id)
                         self._note(update)
@@ -256,8 +194,7 @@ class Updating:
             raise fault
         return operation
 
-    # ------------------------------------------------------------------------------------------------------- commit,
-    # abort
+    # ----------------------------------------------------------------------------------------------- commit, abort
 
     async def commit(
         self, update_id: str, wave_index: int, acks: Mapping[str, Ack], timeout: float
@@ -289,7 +226,7 @@ class Updating:
 
     async def _go_on(self, update: Update, acks: Mapping[str, Ack], timeout: float) -> Operation:
         """Prepare the present wave again, and answer for the one before it."""
-        await self._prepare_all(update, set(update.wave), timeout)
+        await self._preparing.all(update, set(update.wave), timeout)
         await self._open_next(update, timeout)
 
         async def action(slot: Slot, deadline: Deadline) -> Result:
@@ -305,16 +242,16 @@ class Updating:
             self._close(update)
 
     async def _commit(self, update: Update, slot: Slot, replica: Replica, ack: Ack, deadline: Deadline) -> None:
-        self._refuse_gone(update, replica)
+        refuse_gone(update, replica)
         replica.check_commit()
         if slot.replica_id not in update.finished:
-            await self._start(update, slot, replica, deadline)
+            await self._preparing.start(update, slot, replica, deadline)
             await slot.command(slot.backend.finish_weight_update(ack.checksum, deadline.left), deadline)
-            self._refuse_gone(update, replica)
+            refuse_gone(update, replica)
             update.finished.add(slot.replica_id)
             self._note(update)
         await slot.carry_out(replica.stamp(update.version, update.adapter), deadline)
-        self._refuse_gone(update, replica)
+        refuse_gone(update, replica)
         replica.close_update()
         update.drop(slot.replica_id)
         self._note(update)
@@ -375,8 +312,7 @@ class Updating:
             return update.blackout
         return self._fleet.blackout.total(self._clock.now()) - self._dark_before[update.update_id]
 
-    # ------------------------------------------------------------------------------------------- vacated GPUs,
-    # meetings
+    # ------------------------------------------------------------------------------------------------ vacated GPUs
 
     def vacated(self, update_id: str, gpus: Iterable[Gpu]) -> list[Gpu]:
         """The trainer freed these devices; returns those of the transaction that are missing."""
@@ -390,29 +326,7 @@ class Updating:
                 slot.changed()
         return sorted(missing)
 
-    async def exchange(
-        self, update_id: str, name: str, participant: str, participants: list[str], blob: bytes, max_wait: float
-    ) -> Mapping[str, bytes]:
-        """Bring bytes to a meeting and wait at most `max_wait` wall seconds for those of the others."""
-        update = self._updates.require_open(update_id)
-        meeting = self._rendezvous.join(update_id, name, participant, participants, blob)
-        self._meetings.notify()
-        try:
-            async with asyncio.timeout(max_wait):
-                while not meeting.full:
-                    self._updates.require_open(update.update_id)
-                    await self._meetings.beyond(self._meetings.version)
-        except TimeoutError:
-            raise deadline_exceeded(
-                "RENDEZVOUS_INCOMPLETE",
-                f"meeting {name!r} waits for {', '.join(meeting.missing)[:200]}",
-                name=name,
-                missing=meeting.missing[0],
-            ) from None
-        return dict(meeting.blobs)
-
-    # -----------------------------------------------------------------------------------------------------------
-    # helpers
+    # ----------------------------------------------------------------------------------------------------- helpers
 
     def forget(self, replica_id: str) -> None:
         """A replica was deregistered or taken back."""
@@ -431,8 +345,7 @@ class Updating:
         update.wave.clear()
         update.later.clear()
         del self._dark_before[update.update_id]
-        self._rendezvous.forget(update.update_id)
-        self._meetings.notify()
+        self.meetings.forget(update.update_id)
         self._note(update)
 
     def _refuse_member_of_another(self, slot: Slot) -> None:
@@ -444,13 +357,3 @@ class Updating:
                     replica_id=slot.replica_id,
                     update_id=update.update_id,
                 )
-
-    @staticmethod
-    def _refuse_gone(update: Update, replica: Replica) -> None:
-        if replica.update_id != update.update_id:
-            raise aborted(
-                "LEFT_UPDATE",
-                f"{replica.replica_id} was taken out of weight update {update.update_id!r}",
-                replica_id=replica.replica_id,
-                update_id=update.update_id,
-            )

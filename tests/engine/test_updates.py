@@ -357,7 +357,7 @@ async def test_a_meeting_ends_with_its_transaction() -> None:
             run_id=RUN, update_id=begun.update_id, name="m", participant="a", participants=["a", "b"]
         )
         waiting = asyncio.ensure_future(engine.stub.ExchangeRendezvous(request))
-        await until(lambda: bool(engine.controller.updating._rendezvous._meetings))
+        await until(lambda: bool(engine.controller.updating.meetings._rendezvous._meetings))
         await abort(engine, begun.update_id)
         await refused(waiting, "FAILED_PRECONDITION", "UPDATE_CLOSED")
 

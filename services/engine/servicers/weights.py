@@ -126,7 +126,7 @@ class WeightCalls(Calls):
     ) -> pb.ExchangeRendezvousResponse:
         controller = self._read(request.run_id)
         asked = duration_seconds(request.max_wait, "max_wait") if request.HasField("max_wait") else RENDEZVOUS_WAIT_S
-        meeting = controller.updating.exchange(
+        meeting = controller.updating.meetings.exchange(
             request.update_id,
             request.name,
             request.participant,

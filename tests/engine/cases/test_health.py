@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from services.engine.backends.base import engine_dead
+from services.runtime.errors import unavailable
 from tests.engine.helpers import (
     RUN,
     Engine,
@@ -159,3 +160,33 @@ async def test_h39_resuming_what_runs_is_fine() -> None:
     async with recorded("s0:standalone") as (engine, recorders):
         assert kinds((await resume(engine)).operation) == {"s0": "SKIPPED"}
         assert recorders["s0"].calls == []
+
+
+@pytest.mark.parametrize("told_as", ["dead", "unreachable"])
+async def test_h38_a_death_is_noticed_while_a_call_to_the_engine_hangs(told_as: str) -> None:
+    """The call would hang until its deadline, which is minutes away, and the trainer with it."""
+    async with recorded("h1:hybrid", "h2:hybrid", probe_interval=3600) as (engine, recorders):
+        recorder = recorders["h1"]
+        recorder.faults["sleep(2)"] = [asyncio.Event()]
+        call = asyncio.ensure_future(
+            partial(engine, engine.stub.Sleep(pb.SleepRequest(run_id=RUN, timeout=seconds(50))), "UNAVAILABLE")
+        )
+        await until(lambda: "sleep(2)" in recorder.calls)
+        gone = engine_dead("gone") if told_as == "dead" else unavailable("CONNECTION", "refused")
+        recorder.faults["probe"] = [gone]
+        # Ten times less than its deadline; within a second where nothing else keeps the machine busy.
+        async with asyncio.timeout(5):
+            outcomes = await call
+        assert (outcomes["h1"].reason, outcomes["h2"].kind) == ("ENGINE_DEAD", pb.OUTCOME_KIND_DONE)
+        assert (await healths(engine))["h1"] == DEAD
+
+
+async def test_h38_a_slow_command_of_a_living_engine_is_waited_for() -> None:
+    """Looking after an engine must not cut what takes it longer than a look."""
+    async with recorded("h1:hybrid", scale=1.0, probe_interval=3600) as (engine, recorders):
+        release = asyncio.Event()
+        recorders["h1"].faults["sleep(2)"] = [release]
+        asyncio.get_running_loop().call_later(1.5, release.set)
+        answer = await engine.stub.Sleep(pb.SleepRequest(run_id=RUN))
+        assert kinds(answer.operation) == {"h1": "DONE"}
+        assert recorders["h1"].calls.count("sleep(2)") == 1
