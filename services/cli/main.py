@@ -24,6 +24,7 @@ _COMMANDS: Final = {
     "status": Entry("services.cli.status:status", "Show runs, modes, depths and replicas."),
     "top": Entry("services.cli.top:top", "Watch one run live."),
     "events": Entry("services.cli.events:events", "Print a run's events, one JSON object a line."),
+    "explain": Entry("services.cli.explain:explain_command", "Say why the GPUs of a run moved, or stayed."),
     "report": Entry("services.cli.report:report", "Report on one run, as a page or a picture."),
     "buffer": Entry("services.cli.serve:buffer", "The replay buffer: 'turnout buffer serve'."),
     "engine": Entry("services.cli.serve:engine", "The engine controller and its agents: 'turnout engine serve'."),

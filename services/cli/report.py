@@ -13,11 +13,8 @@ import click
 
 from services.cli.examples import with_examples
 from services.cli.failures import CommandFailed
-from services.cli.running import run_async
 from services.cli.targets import SCHEDULER, target_option
-from services.cli.watching import FIRST_CALL, kept_events, only_run
-from services.views.run_events import EventsError, read_events
-from turnout.client import AsyncSchedulerClient, TurnoutError
+from services.cli.watching import read_run
 from turnout.scheduler.v1 import events_pb2
 
 _KINDS = (".html", ".png")
@@ -50,18 +47,7 @@ _KINDS = (".html", ".png")
 def report(run_id: str | None, output: Path, events: Path | None, scheduler: str) -> None:
     """Write the report."""
     check_output(output)
-    try:
-        if events is not None:
-            found = list(read_events(events))
-            name = run_id or events.stem
-        else:
-            name, found = run_async(_read(run_id, scheduler))
-    except EventsError as error:
-        raise click.UsageError(f"--events {error}") from error
-    except TurnoutError as error:
-        raise CommandFailed(f"the scheduler at {scheduler}: {error}") from error
-    if not found:
-        raise CommandFailed(f"there is no event of {name}")
+    name, found = read_run(run_id, events, scheduler)
     write_report(found, name, output)
     click.echo(f"report: {output}")
 
@@ -88,9 +74,3 @@ def write_report(events: list[events_pb2.RunEvent], name: str, output: Path) -> 
     except OSError as error:
         partial.unlink(missing_ok=True)
         raise CommandFailed(f"{output}: cannot be written: {error.strerror or error}") from error
-
-
-async def _read(run_id: str | None, scheduler: str) -> tuple[str, list[events_pb2.RunEvent]]:
-    async with AsyncSchedulerClient(scheduler, FIRST_CALL) as client:
-        name = run_id or await only_run(client, "its name")
-        return name, [event async for event in kept_events(client, name)]

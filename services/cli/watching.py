@@ -7,10 +7,15 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from pathlib import Path
 from typing import Final
 
+import click
+
 from services.cli.failures import CommandFailed
-from turnout.client import AsyncSchedulerClient, ClientOptions, OutOfRange, RetryPolicy, Timeouts
+from services.cli.running import run_async
+from services.views.run_events import EventsError, read_events
+from turnout.client import AsyncSchedulerClient, ClientOptions, OutOfRange, RetryPolicy, Timeouts, TurnoutError
 from turnout.scheduler.v1 import events_pb2, scheduler_pb2
 
 FIRST_CALL: Final = ClientOptions(timeouts=Timeouts(call=5.0, attempt=5.0), retry=RetryPolicy(max_attempts=1))
@@ -45,3 +50,26 @@ async def kept_events(client: AsyncSchedulerClient, run_id: str) -> AsyncIterato
             if kept <= first:
                 raise
             first = kept
+
+
+def read_run(run_id: str | None, events: Path | None, scheduler: str) -> tuple[str, list[events_pb2.RunEvent]]:
+    """Name and events of a run: from a file of `turnout events`, else from the scheduler; without a name of the only
+    one. Raises click.UsageError for the file, CommandFailed for the rest, also if there are none."""
+    try:
+        if events is not None:
+            name, found = run_id or events.stem, list(read_events(events))
+        else:
+            name, found = run_async(_read(run_id, scheduler))
+    except EventsError as error:
+        raise click.UsageError(f"--events {error}") from error
+    except TurnoutError as error:
+        raise CommandFailed(f"the scheduler at {scheduler}: {error}") from error
+    if not found:
+        raise CommandFailed(f"there is no event of {name}")
+    return name, found
+
+
+async def _read(run_id: str | None, scheduler: str) -> tuple[str, list[events_pb2.RunEvent]]:
+    async with AsyncSchedulerClient(scheduler, FIRST_CALL) as client:
+        name = run_id or await only_run(client, "its name")
+        return name, [event async for event in kept_events(client, name)]

@@ -1,10 +1,12 @@
-"""`turnout report`, as far as it needs no service."""
+"""`turnout report` and `turnout explain`, as far as they need no service."""
 
+import json
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
+from services.cli.explain import explain_command
 from services.cli.report import report
 from services.views.run_events import write_events
 from tests.views.stream import steps
@@ -34,3 +36,25 @@ def test_what_cannot_be_reported_is_said_in_one_line(tmp_path: Path) -> None:
         result = CliRunner().invoke(report, arguments)
         assert result.exit_code != 0
         assert message in result.stderr
+
+
+def test_a_run_is_explained_step_by_step(tmp_path: Path) -> None:
+    """One sentence a decision, predicted against realised; a step alone comes with its numbers."""
+    events = tmp_path / "grpo.jsonl"
+    write_events(steps(4), events)
+    source = ["--events", str(events)]
+    text = CliRunner().invoke(explain_command, source, catch_exceptions=False).stdout
+    assert text.count("Reclaimed at 41 groups") == 3
+    assert [line for line in text.splitlines() if line.startswith("step ")][3].startswith("step 4, ")
+    assert "20 s were predicted" in text
+    assert "gain_seconds" not in text
+    one = CliRunner().invoke(explain_command, ["grpo", "2", *source], catch_exceptions=False).stdout
+    assert one.startswith("step 2, ")
+    assert "gain_seconds = 12.5" in one
+    assert "tokens decoded" in one
+    rows = [json.loads(line) for line in CliRunner().invoke(explain_command, [*source, "--json"]).stdout.splitlines()]
+    assert len(rows) == 7
+    assert {"step", "action", "reason", "numbers", "predicted_wait_seconds"} <= set(rows[0])
+    missing = CliRunner().invoke(explain_command, ["grpo", "9", *source])
+    assert missing.exit_code == 1
+    assert "nothing is kept of step 9 of grpo: there are 1 to 4" in missing.stderr
