@@ -41,7 +41,8 @@ class Group:
     """One prompt group of `size` trajectories. `started_at` is domain time, `added_at` unix time.
 
     Until it is terminal its trajectories are `members`. Then `results` are the encoded outputs of the finished ones,
-    joined, `placed` their payloads with index and position, `small_bytes` the bytes of payloads within `results`, and
+    joined, `placed` their payloads with index and position, `small` the encoded payloads that stay here, of
+    `small_bytes` together, `versions` the smallest and largest weight version of each of which they are known, and
     `odd` those trajectories, without their outputs, that did not just finish at the first attempt. A hundred thousand
     terminal groups are what a full buffer holds, so they are as few objects as may be.
     """
@@ -64,7 +65,9 @@ class Group:
     error: str = ""
     results: bytes = b""
     placed: tuple[tuple[int, int, Payload], ...] = ()
+    small: bytes = b""
     small_bytes: int = 0
+    versions: tuple[tuple[int, int], ...] = ()
     odd: Mapping[int, Trajectory] = field(default_factory=lambda: NO_ODD)
     # What prompt it is, if that is not its id.
     prompt_id: str = ""
@@ -234,7 +237,9 @@ class Group:
             if isinstance(payload, Payload)
         ]
         self.placed = tuple(placed)
+        self.small = b"".join([kept.small for _, kept in outputs])
         self.small_bytes = sum([kept.small_bytes for _, kept in outputs])
+        self.versions = tuple([kept.versions for _, kept in outputs if kept.versions is not None])
         odd: dict[int, Trajectory] = {}
         for index, trajectory in enumerate(self.members):
             if not trajectory.plain:
@@ -269,6 +274,6 @@ class Group:
                     held += outputs.kept()
         return held
 
-    def small(self) -> int:
+    def held_here(self) -> int:
         """Bytes of the payloads that are kept with its outputs, not in a store."""
         return self.small_bytes + sum([outputs.small_bytes for _, outputs in self._outputs()])

@@ -4,14 +4,14 @@ During step s engines hold version s - 1. Per trajectory, over the weight versio
 `trainer_base.py`): spans = max - min + 1, staleness = (s - 1) - max, staleness_worst = (s - 1) - min.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable
+
+from services.buffer.domain.group import Group
 
 
-def trajectory_metrics(bounds: Sequence[tuple[int, int]], step: int) -> dict[str, float]:
-    """Mean, max and min of each figure over trajectories of a known version, given the smallest and largest of each.
-
-    Empty if there are none.
-    """
+def trajectory_metrics(groups: Iterable[Group], step: int) -> dict[str, float]:
+    """Mean, max and min of each figure over the trajectories with a known version; empty if there are none."""
+    bounds = [versions for group in groups for versions in group.versions]
     if not bounds:
         return {}
     figures = {

@@ -62,17 +62,20 @@ class Outputs:
     """All outputs of one trajectory.
 
     `encoded` is how they travel, opaque here, without `payloads`, each of which is given with the position of its
-    output; small payloads, of `small_bytes` together, are still in it. The `encoded` of several trajectories of a
-    group, joined in order, are those of the group. `length` counts generated units over all segments, `replica_id` is
-    that of the last one, `rewards` are those of each output.
+    output. `small` is the encoded payloads that stay here, of `small_bytes` together. Joined in order, the `encoded` of
+    the trajectories of a group are those of the group, and so are the `small`. `length` counts generated units over all
+    segments, `replica_id` is that of the last one, `rewards` are those of each output, `versions` the smallest and
+    largest weight version over the segments that have tokens, if any is known.
     """
 
     encoded: bytes
+    small: bytes = b""
     length: int = 0
     replica_id: str = ""
     rewards: tuple[Mapping[str, float], ...] = ()
     payloads: tuple[tuple[int, Payload | InlinePayload], ...] = ()
     small_bytes: int = 0
+    versions: tuple[int, int] | None = None
 
     def kept(self) -> list[Payload]:
         """What it holds in a store."""

@@ -166,7 +166,7 @@ class Partition:
         self.arrivals.add(group)
         self.index.enter(group)
         self.state.groups += 1
-        self.state.payloads.adopt_small(group.small())
+        self.state.payloads.adopt_small(group.held_here())
         for payload in group.payloads():
             self.state.payloads.adopt(payload)
 
@@ -259,7 +259,7 @@ class Partition:
         self.state.touch(self.name, group)
         self.end_claims(group)
         self._remove(group, GroupState.EVICTED)
-        self.state.payloads.drop(group.payloads(), group.small())
+        self.state.payloads.drop(group.payloads(), group.held_here())
         self.evictions.record(reasons, span(step, group.born))
         if EvictionReason.STALE in reasons or EvictionReason.FAILED in reasons:
             self._note_dropped(group, step, reasons)

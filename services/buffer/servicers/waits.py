@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, nullcontext
-from typing import Any
+from typing import Any, cast
 
 from services.buffer.domain.depth import Depth
 from services.buffer.domain.partition import Partition
@@ -12,13 +12,14 @@ from services.buffer.domain.run import Run, WaitSpec
 from services.buffer.domain.waits import WaitEnd
 from services.buffer.parking import ParkedWait
 from services.buffer.servicers.base import BufferCalls, Context, optional_epoch, required_step
+from services.buffer.wire.frames import groups_frame
 from services.buffer.wire.scalars import int64
 from services.buffer.wire.waits import (
     progress_to,
     refill_due_to,
     sample_done_to,
+    sampled_to,
     wait_done_to,
-    write_sampled,
 )
 from services.runtime.errors import invalid_argument, require_id, resource_exhausted
 from services.runtime.waits import deadline_after, duration_of, duration_seconds, park, wait_budget
@@ -95,33 +96,26 @@ class WaitCalls(BufferCalls):
                     case RefillClaim():
                         yield pb.SampleResponse(refill_due=refill_due_to(event))
                     case WaitEnd():
-                        versions: list[tuple[int, int]] = []
-                        for part in await self._parts(run, event, versions):
-                            yield part
-                        if not partition.training:
-                            versions.clear()
+                        for part in await self._parts(run, event):
+                            # The results are encoded already; bytes are sent as they are.
+                            yield cast(pb.SampleResponse, groups_frame(part))
                         if event.lease is not None and spec.auto_commit:
                             self._commit(run, event.lease.lease_id)
                             self.desk.changed(run, partition)
                             await self.desk.durable()
                         left = 0.0 if event.lease is None else run.lease_left(event.lease, self.desk.clock.now())
-                        done = sample_done_to(event, versions, lease=self.wall(left))
+                        done = sample_done_to(event, training=partition.training, lease=self.wall(left))
                         yield pb.SampleResponse(done=done)
 
-    async def _parts(self, run: Run, end: WaitEnd, versions: list[tuple[int, int]]) -> list[pb.SampleResponse]:
-        """The batch in parts of about 1 MiB, adding to `versions` what its metrics need.
-
-        A group that cannot be sent at all sends the batch back.
-        """
-        parts = [pb.SampleResponse()]
-        size = 0
+    async def _parts(self, run: Run, end: WaitEnd) -> list[list[bytes]]:
+        """The encoded batch in parts of about 1 MiB. A group that cannot be sent at all sends the batch back."""
+        parts: list[list[bytes]] = []
+        size = PART_BYTES
         for number, group in enumerate(end.lease.groups if end.lease is not None else ()):
             if number and not number % GROUPS_PER_TURN:
                 await asyncio.sleep(0)
-            groups = parts[-1].groups.groups
-            message = groups.add()
-            versions += write_sampled(message, group)
-            length = message.ByteSize()
+            encoded = sampled_to(group)
+            length = len(encoded)
             if end.lease is not None and length + 1024 > self.max_message_bytes:
                 self._release(run, end.lease.lease_id)
                 self.desk.changed(run, run.partition(end.lease.partition))
@@ -132,13 +126,12 @@ class WaitCalls(BufferCalls):
                     value=group.group_id,
                     limit=self.max_message_bytes,
                 )
-            if size and size + length > PART_BYTES:
-                parts.append(pb.SampleResponse())
-                parts[-1].groups.groups.append(message)
-                del groups[-1]
+            if size + length > PART_BYTES:
+                parts.append([])
                 size = 0
+            parts[-1].append(encoded)
             size += length
-        return parts if size else []
+        return parts
 
     async def _wait(
         self, run: Run, partition: Partition, spec: WaitSpec, request: Any, context: Context, *, trainer: bool

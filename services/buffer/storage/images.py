@@ -6,6 +6,7 @@ Invariant: what comes back behaves as what was written, in every later decision.
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import chain
 
 from services.buffer.domain.dropped import DroppedPrompt
 from services.buffer.domain.events import GroupEvent, GroupEventKind
@@ -16,7 +17,7 @@ from services.buffer.domain.outputs import Outputs, Payload
 from services.buffer.domain.partition import Partition
 from services.buffer.domain.refill import RefillClaim
 from services.buffer.domain.trajectory import Trajectory, TrajectoryState
-from services.buffer.wire.outputs import kept_outputs, payload_to, ref_from, tags_from
+from services.buffer.wire.outputs import kept_outputs, payload_to, ref_from, tags_from, version_pair
 from services.buffer.wire.scalars import int64
 from services.buffer.wire.scalars import members as by_number
 from services.buffer.wire.waits import dropped_to, reasons_to
@@ -54,6 +55,8 @@ def write_group(image: st.GroupImage, group: Group) -> None:
     image.results = group.results
     if group.small_bytes:
         image.small_bytes = group.small_bytes
+        image.small = group.small
+    image.versions.extend(chain.from_iterable(group.versions))
     for index, trajectory in group.odd.items():
         write_trajectory(image.odd[index], trajectory)
     for index, position, payload in group.placed:
@@ -90,6 +93,7 @@ def write_trajectory(image: st.TrajectoryImage, trajectory: Trajectory) -> None:
 
 def _write_outputs(image: st.OutputsImage, outputs: Outputs) -> None:
     image.encoded = outputs.encoded
+    image.small = outputs.small
     for position, payload in outputs.payloads:
         if isinstance(payload, Payload):
             image.placed.add(position=position, payload=payload_to(payload))
@@ -125,7 +129,9 @@ def read_group(image: st.GroupImage) -> Group:
         error=image.error,
         results=image.results,
         placed=tuple([(placed.index, placed.position, _read_payload(placed.payload)) for placed in image.placed]),
+        small=image.small,
         small_bytes=image.small_bytes,
+        versions=tuple(map(version_pair, image.versions[::2], image.versions[1::2])),
         odd=odd,
         prompt_id=image.prompt_id,
         longest=image.longest,
@@ -148,7 +154,7 @@ def _read_trajectory(image: st.TrajectoryImage) -> Trajectory:
 
 def _read_outputs(image: st.OutputsImage) -> Outputs:
     placed = [(placed.position, _read_payload(placed.payload)) for placed in image.placed]
-    return kept_outputs(image.encoded, placed)
+    return kept_outputs(image.encoded, image.small, placed)
 
 
 def _read_payload(message: pb.Payload) -> Payload:

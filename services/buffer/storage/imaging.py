@@ -135,7 +135,7 @@ class RunImaging:
                 if group.sequence in self._done:
                     continue
                 self._write(part.groups, group)
-                size += GROUP_BYTES + len(group.results) + MEMBER_BYTES * len(group.members)
+                size += GROUP_BYTES + len(group.results) + group.small_bytes + MEMBER_BYTES * len(group.members)
                 if size >= PART_BYTES:
                     yield self._taken(), part
                     yield from self._take_early()

@@ -56,11 +56,11 @@ def spec_from(message: pb.GroupSpec, position: int) -> GroupSpec:
 
 def result_from(message: pb.TrajectoryResult) -> Result:
     """The result of one trajectory."""
-    index = message.index
+    group_id, index = message.group_id, message.index
     return Result(
-        message.group_id,
+        group_id,
         index,
-        finished_from(message.outputs, index),
+        finished_from(message.outputs, group_id, index),
         token_from(message.token) if message.HasField("token") else None,
     )
 
@@ -74,7 +74,7 @@ def failure_from(message: pb.TrajectoryFailure) -> Failure:
         None if message.kind == 0 else enum_of(FailureKind, message.kind, "kind", FailureKind.PERMANENT),
         token_from(message.token) if message.HasField("token") else None,
         error=message.error,
-        partial=partial_from(message.partial.outputs, message.index),
+        partial=partial_from(message.partial.outputs, message.group_id, message.index),
     )
 
 
@@ -120,7 +120,7 @@ def claim_to(claim: Claim, lease: float, read_inline: ReadInline) -> pb.Claim:
         item = message.trajectories.add(index=index)
         partial = group.members[index].partial
         if partial is not None:
-            item.partial.outputs.extend(shown_outputs(partial, group.sequence, index))
+            item.partial.outputs.extend(shown_outputs(partial, index))
     return message
 
 
@@ -147,14 +147,14 @@ def group_to(partition: Partition, group: Group) -> pb.Group:
             error=trajectory.error,
         )
         if trajectory.outputs is not None:
-            item.outputs.extend(shown_outputs(trajectory.outputs, group.sequence, index))
+            item.outputs.extend(shown_outputs(trajectory.outputs, index))
         if trajectory.done is not None:
             item.done = trajectory.done
         if trajectory.state is TrajectoryState.RUNNING:
             claim = partition.state.claims.get(trajectory.claim_id)
             item.worker_id = claim.worker_id if claim is not None else ""
     entries = pb.SampledGroup.FromString(group.results).trajectories
-    show_outputs(entries, group.sequence, group.placed)
+    show_outputs(entries, group.placed)
     for entry in entries:
         message.trajectories[entry.index].outputs.extend(entry.outputs)
     return message

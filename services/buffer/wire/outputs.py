@@ -1,11 +1,12 @@
 """Outputs, payloads and claim tokens on the wire.
 
 Invariants: outputs are kept as they arrived, encoded as the `trajectories` of a SampledGroup, so that those of a group,
-joined, are those of its manifest; payloads that a store keeps are taken out and put back as references. Bytes that are
-kept leave as references, small ones too, except prompts, which workers get as they came.
+joined, are its manifest; in place of small payloads they have references, and of others nothing until the store has
+named them. Bytes that are kept leave as references, except prompts, which workers get as they came.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 
 from google_crc32c import value as crc32c
 
@@ -26,6 +27,7 @@ from services.buffer.domain.outputs import (
 from services.buffer.wire.scalars import enum_of
 from services.buffer.wire.small import small_id
 from services.runtime.errors import invalid_argument
+from turnout.buffer.storage.v1 import storage_pb2 as st
 from turnout.buffer.v1 import buffer_pb2 as pb
 
 ReadInline = Callable[[Payload], bytes]
@@ -84,24 +86,32 @@ _NO_REWARDS: Mapping[str, float] = {}
 _NO_VERSION = 2**63
 
 
-def finished_from(messages: Iterable[pb.Output], index: int) -> Outputs:
+def finished_from(messages: Iterable[pb.Output], group_id: str, index: int) -> Outputs:
     """What a finished trajectory produced, checked."""
-    outputs = _outputs_from(messages, "outputs", index, finished=True)
+    outputs = _outputs_from(messages, "outputs", group_id, index, finished=True)
     check_any("outputs", len(outputs.rewards))
     return outputs
 
 
-def partial_from(messages: Iterable[pb.Output], index: int) -> Outputs | None:
+def partial_from(messages: Iterable[pb.Output], group_id: str, index: int) -> Outputs | None:
     """What an attempt had produced when it ended, checked; its payloads are for another attempt to name."""
-    return _outputs_from(messages, "partial.outputs", index, finished=False) if messages else None
+    return _outputs_from(messages, "partial.outputs", group_id, index, finished=False) if messages else None
 
 
-def _outputs_from(messages: Iterable[pb.Output], field: str, index: int, *, finished: bool) -> Outputs:
+@lru_cache(1024)
+def version_pair(low: int, high: int) -> tuple[int, int]:
+    """One object for all trajectories of the same versions, which are few."""
+    return low, high
+
+
+def _outputs_from(messages: Iterable[pb.Output], field: str, group_id: str, index: int, *, finished: bool) -> Outputs:
     group = pb.SampledGroup()
     entry = group.trajectories.add()
     entry.index = index
     entry.outputs.extend(messages)
-    length = small = 0
+    length = small_bytes = 0
+    low, high = _NO_VERSION, -1
+    small: st.SmallPayloads | None = None
     replica_id = ""
     rewards: list[Mapping[str, float]] = []
     payloads: list[tuple[int, Payload | InlinePayload]] = []
@@ -115,7 +125,13 @@ def _outputs_from(messages: Iterable[pb.Output], field: str, index: int, *, fini
                 segment.end = end = _COMPLETED
             elif end > _LARGEST_END or end < 0:
                 enum_of(SegmentEnd, end, f"{field}[{position}].segments[{number - 1}].end", SegmentEnd.COMPLETED)
-            check_segment(field, position, number - 1, tokens, segment.weight_version, aborted=end == _ABORTED)
+            version = segment.weight_version
+            check_segment(field, position, number - 1, tokens, version, aborted=end == _ABORTED)
+            if tokens and (version or segment.HasField("weight_version")):
+                if version < low:
+                    low = version
+                if version > high:
+                    high = version
             produced += tokens
             replica_id = segment.replica_id
         if not number:
@@ -129,29 +145,46 @@ def _outputs_from(messages: Iterable[pb.Output], field: str, index: int, *, fini
         rewards.append(named)
         if output.HasField("payload"):
             payload = output.payload
-            if finished and payload.WhichOneof("source") == "inline" and len(payload.inline) <= SMALL_BYTES:
-                small += len(payload.inline)
+            data = payload.inline
+            if finished and len(data) <= SMALL_BYTES and (data or payload.WhichOneof("source") == "inline"):
+                small = small or st.SmallPayloads()
+                small.payloads.add(index=index, position=position, data=data)
+                small_bytes += len(data)
+                ref = payload.ref
+                ref.id = small_id(group_id, index, position)
+                ref.size = len(data)
+                ref.crc32c = crc32c(data)
             else:
                 payloads.append((position, payload_from(payload, f"{field}[{position}].payload")))
                 output.ClearField("payload")
     # Maps in order: a replay must come to the same bytes.
     return Outputs(
-        group.SerializeToString(deterministic=True), length, replica_id, tuple(rewards), tuple(payloads), small
+        group.SerializeToString(deterministic=True),
+        b"" if small is None else small.SerializeToString(),
+        length,
+        replica_id,
+        tuple(rewards),
+        tuple(payloads),
+        small_bytes,
+        version_pair(low, high) if high >= 0 else None,
     )
 
 
-def kept_outputs(encoded: bytes, payloads: Iterable[tuple[int, Payload]]) -> Outputs:
+def kept_outputs(encoded: bytes, small: bytes, payloads: Iterable[tuple[int, Payload]]) -> Outputs:
     """Outputs as they were kept, from what was written down of them."""
     (entry,) = pb.SampledGroup.FromString(encoded).trajectories
     segments = [segment for output in entry.outputs for segment in output.segments]
+    versions = [segment.weight_version for segment in segments if segment.tokens and segment.HasField("weight_version")]
     last = entry.outputs[-1].segments if entry.outputs else ()
     return Outputs(
         encoded,
+        small,
         sum([segment.tokens for segment in segments]),
         last[-1].replica_id if last else "",
         tuple([dict(output.rewards) for output in entry.outputs]),
         tuple(payloads),
-        sum([len(output.payload.inline) for output in entry.outputs]),
+        sum([len(payload.data) for payload in st.SmallPayloads.FromString(small).payloads]),
+        version_pair(min(versions), max(versions)) if versions else None,
     )
 
 
@@ -176,8 +209,8 @@ def _described(
         for position, output in enumerate(entry.outputs):
             bytes_of = apart.get(position)
             if output.HasField("payload"):
-                data = output.payload.inline
-                bytes_of = (len(data), crc32c(data), output.payload.content_type)
+                ref = output.payload.ref
+                bytes_of = (ref.size, ref.crc32c, output.payload.content_type)
                 output.ClearField("payload")
             described.append((output, bytes_of))
     return described
@@ -186,44 +219,23 @@ def _described(
 # ---------------------------------------------------------------------------------------------------- what is shown
 
 
-def show_outputs(
-    entries: Iterable[pb.SampledTrajectory], sequence: int, placed: Iterable[tuple[int, int, Payload]]
-) -> list[tuple[int, int]]:
-    """Put references to their payloads into decoded outputs of a group, given its sequence number.
-
-    Returns the smallest and the largest weight version of each trajectory, over its segments that have tokens, unless
-    none is known. A batch has hundreds of outputs, so both are done in one walk.
-    """
+def show_outputs(entries: Iterable[pb.SampledTrajectory], placed: Sequence[tuple[int, int, Payload]]) -> None:
+    """Put references to what stores keep into decoded outputs of a group."""
+    if not placed:
+        return
     apart = {(index, position): payload for index, position, payload in placed}
-    versions: list[tuple[int, int]] = []
     for entry in entries:
         index = entry.index
-        low, high = _NO_VERSION, -1
         for position, output in enumerate(entry.outputs):
-            for segment in output.segments:
-                version = segment.weight_version
-                if segment.tokens and (version or segment.HasField("weight_version")):
-                    if version < low:
-                        low = version
-                    if version > high:
-                        high = version
-            if output.HasField("payload"):
-                shown = output.payload
-                data = shown.inline
-                ref = shown.ref
-                ref.id = small_id(sequence, index, position)
-                ref.size = len(data)
-                ref.crc32c = crc32c(data)
-            elif apart and (payload := apart.get((index, position))) is not None:
+            payload = apart.get((index, position))
+            if payload is not None:
                 output.payload.CopyFrom(payload_to(payload))
-        if high >= 0:
-            versions.append((low, high))
-    return versions
 
 
-def shown_outputs(outputs: Outputs, sequence: int, index: int) -> Sequence[pb.Output]:
-    """The outputs of a trajectory whose group, of that sequence number, is not terminal."""
+def shown_outputs(outputs: Outputs, index: int) -> Sequence[pb.Output]:
+    """The outputs of a trajectory whose group is not terminal."""
     entries = pb.SampledGroup.FromString(outputs.encoded).trajectories
-    placed = [(index, position, payload) for position, payload in outputs.payloads if isinstance(payload, Payload)]
-    show_outputs(entries, sequence, placed)
+    show_outputs(
+        entries, [(index, position, payload) for position, payload in outputs.payloads if isinstance(payload, Payload)]
+    )
     return entries[0].outputs

@@ -1,6 +1,7 @@
-"""Small payloads: those that are kept within the outputs of their group, shown as references all the same.
+"""Small payloads: those that stay with their group, shown as references all the same.
 
-Invariant: the id of one tells where it is, so no book is kept of them: group by sequence number, trajectory, output.
+Invariant: the id of one tells where it is, so no book is kept of them: trajectory, output, and the group's id. A lease,
+which it takes to read one, holds no two groups of one id.
 """
 
 from collections.abc import Iterable, Sequence
@@ -11,14 +12,14 @@ from services.buffer.domain.access import not_opened
 from services.buffer.domain.group import Group
 from services.buffer.domain.outputs import Payload
 from services.runtime.errors import invalid_argument
-from turnout.buffer.v1 import buffer_pb2 as pb
+from turnout.buffer.storage.v1 import storage_pb2 as st
 
 _PREFIX = "small-"
 
 
-def small_id(sequence: int, index: int, position: int) -> str:
-    """Id of the payload of output `position` of trajectory `index` of the group of that sequence number."""
-    return f"{_PREFIX}{sequence:x}.{index:x}.{position:x}"
+def small_id(group_id: str, index: int, position: int) -> str:
+    """Id of the payload of output `position` of trajectory `index` of a group."""
+    return f"{_PREFIX}{index:x}.{position:x}-{group_id}"
 
 
 def small_payloads(groups: Iterable[Group], refs: Sequence[Payload]) -> dict[str, bytes]:
@@ -29,15 +30,15 @@ def small_payloads(groups: Iterable[Group], refs: Sequence[Payload]) -> dict[str
     wanted = [(position, ref) for position, ref in enumerate(refs) if not ref.store and ref.id.startswith(_PREFIX)]
     if not wanted:
         return {}
-    by_sequence = {f"{group.sequence:x}": group for group in groups}
-    named = dict.fromkeys(ref.id.removeprefix(_PREFIX).partition(".")[0] for _, ref in wanted)
+    by_id = {group.group_id: group for group in groups}
     held: dict[str, bytes] = {}
-    for sequence in named:
-        group = by_sequence.get(sequence)
+    for group_id in dict.fromkeys(ref.id.removeprefix(_PREFIX).partition("-")[2] for _, ref in wanted):
+        group = by_id.get(group_id)
         if group is not None:
-            held.update(_held_by(group))
-    for number, ref in wanted:
-        field = f"refs[{number}]"
+            for payload in st.SmallPayloads.FromString(group.small).payloads:
+                held[small_id(group_id, payload.index, payload.position)] = payload.data
+    for position, ref in wanted:
+        field = f"refs[{position}]"
         data = held.get(ref.id)
         if data is None:
             raise not_opened(field, ref)
@@ -45,10 +46,3 @@ def small_payloads(groups: Iterable[Group], refs: Sequence[Payload]) -> dict[str
             message = f"the payload has {len(data)} bytes and CRC32C {crc32c(data):#010x}"
             raise invalid_argument(f"{field}.ref", message, value=ref.id, reason="PAYLOAD_MISMATCH")
     return {ref.id: held[ref.id] for _, ref in wanted}
-
-
-def _held_by(group: Group) -> Iterable[tuple[str, bytes]]:
-    for entry in pb.SampledGroup.FromString(group.results).trajectories:
-        for position, output in enumerate(entry.outputs):
-            if output.HasField("payload"):
-                yield small_id(group.sequence, entry.index, position), output.payload.inline

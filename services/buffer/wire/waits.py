@@ -1,7 +1,5 @@
 """Depth, the events of waits, and the ledger on the wire."""
 
-from collections.abc import Sequence
-
 from services.buffer.domain.depth import Counts, Depth
 from services.buffer.domain.dropped import DroppedPrompt
 from services.buffer.domain.evictions import EvictionReason, EvictionSummary
@@ -82,11 +80,8 @@ def wait_done_to(end: WaitEnd) -> pb.WaitDone:
     )
 
 
-def sample_done_to(end: WaitEnd, versions: Sequence[tuple[int, int]], *, lease: float) -> pb.SampleDone:
-    """The final event of Sample; `lease` is the time left in wall seconds, `versions` are for the metrics of a batch.
-
-    They are the smallest and the largest of each trajectory of which they are known.
-    """
+def sample_done_to(end: WaitEnd, *, training: bool, lease: float) -> pb.SampleDone:
+    """The final event of Sample; `lease` is the time left in wall seconds."""
     message = pb.SampleDone(
         outcome=pb.WaitOutcome.ValueType(end.outcome.value),
         depth=depth_to(end.depth),
@@ -98,26 +93,24 @@ def sample_done_to(end: WaitEnd, versions: Sequence[tuple[int, int]], *, lease: 
         message.lease_id = end.lease.lease_id
         message.lease.CopyFrom(duration(lease))
         message.group_count = len(end.lease.groups)
-        message.metrics.update(trajectory_metrics(versions, end.lease.step))
+        if training:
+            message.metrics.update(trajectory_metrics(end.lease.groups, end.lease.step))
     return message
 
 
-def write_sampled(message: pb.SampledGroup, group: Group) -> list[tuple[int, int]]:
-    """Fill an empty message with one group of a batch.
-
-    Returns the smallest and largest weight version of each trajectory of which they are known.
-    """
-    message.MergeFromString(group.results)
-    versions = show_outputs(message.trajectories, group.sequence, group.placed)
-    message.group_id = group.group_id
-    message.born_step = int64(group.born)
-    message.group_size = group.size
+def sampled_to(group: Group) -> bytes:
+    """One group of a batch, as an encoded SampledGroup: its results are that already, but for what stores keep."""
+    message = pb.SampledGroup(group_id=group.group_id, born_step=int64(group.born), group_size=group.size)
     if group.tags:
         message.tags.update(group.tags)
     if group.failed:
         message.failed = True
         message.error = group.error
-    return versions
+    if not group.placed:
+        return group.results + message.SerializeToString()
+    message.MergeFromString(group.results)
+    show_outputs(message.trajectories, group.placed)
+    return message.SerializeToString()
 
 
 def dropped_to(partition: str, prompt: DroppedPrompt) -> pb.DroppedPrompt:

@@ -50,7 +50,7 @@ def output(reward: float = 0.0, tokens: int = 1, version: int | None = None, pay
 
 def result(group_id: str, index: int, outputs: Iterable[pb.Output], token: ClaimToken | None = None) -> Result:
     """The result of one trajectory."""
-    return Result(group_id, index, finished_from(outputs, index), token)
+    return Result(group_id, index, finished_from(outputs, group_id, index), token)
 
 
 def settle(partition: Partition, made: Result, at: Moment) -> None:
@@ -114,7 +114,7 @@ class World:
         error: str = "no",
     ) -> None:
         for position in sorted(claim.open):
-            kept = partial_from(partial, position)
+            kept = partial_from(partial, claim.group.group_id, position)
             failure = Failure(claim.group.group_id, position, kind, claim.token, error, kept)
             results.fail(self.partition, failure, self.at)
 

@@ -151,7 +151,7 @@ class PartitionMachine(RuleBasedStateMachine):
     def fail(self, data: st.DataObject, kind: FailureKind, partial: bool) -> None:
         claim = data.draw(st.sampled_from(self._living()))
         index = min(claim.open)
-        kept = partial_from([output(0.0, 1, 0)], index) if partial else None
+        kept = partial_from([output(0.0, 1, 0)], claim.group.group_id, index) if partial else None
         failure = Failure(claim.group.group_id, index, kind, claim.token, "boom", kept)
         results.fail(self.world.partition, failure, self.world.at)
         self._note_failure(claim, kind, index)

@@ -12,9 +12,9 @@ from services.buffer.domain.manifest import trajectory_metrics
 from services.buffer.domain.outputs import SMALL_BYTES, InlinePayload, Payload
 from services.buffer.domain.trajectory import cut_error
 from services.buffer.domain.variance import zero_variance
-from services.buffer.wire.outputs import finished_from, kept_outputs, partial_from, same_outputs, show_outputs
+from services.buffer.wire.outputs import finished_from, kept_outputs, partial_from, same_outputs
 from services.runtime.errors import TurnoutError
-from tests.buffer.domain.model import output
+from tests.buffer.domain.model import World, output
 from turnout.buffer.v1 import buffer_pb2 as pb
 
 CONTINUED, ABORTED = pb.SEGMENT_END_CONTINUED, pb.SEGMENT_END_ABORTED
@@ -35,7 +35,7 @@ def changed(message: pb.Output, **fields: Any) -> pb.Output:
 
 def reason(outputs: Sequence[pb.Output], *, partial: bool = False) -> str:
     with pytest.raises(TurnoutError) as caught:
-        (partial_from if partial else finished_from)(outputs, 0)
+        (partial_from if partial else finished_from)(outputs, "g", 0)
     return f"{caught.value.reason} {caught.value.metadata['field']}"
 
 
@@ -67,8 +67,8 @@ def test_rewards_are_finite(reward: float) -> None:
 def test_an_output_may_end_continued_only_in_a_partial() -> None:
     cut = made(pb.Segment(tokens=5, end=CONTINUED))
     assert reason((cut,)) == "ABORTED_SEGMENT outputs[0].segments[0].end"
-    assert partial_from((cut,), 0) is not None
-    finished_from((made(*cut.segments, pb.Segment(tokens=1)),), 0)
+    assert partial_from((cut,), "g", 0) is not None
+    finished_from((made(*cut.segments, pb.Segment(tokens=1)),), "g", 0)
     aborted = made(pb.Segment(tokens=5, end=ABORTED), pb.Segment(tokens=1))
     assert reason((aborted,), partial=True) == "ABORTED_SEGMENT partial.outputs[0].segments[0].end"
 
@@ -82,13 +82,13 @@ def test_lengths_versions_and_replicas() -> None:
         ),
         made(pb.Segment(tokens=1, replica_id="c")),
     )
-    found = finished_from(outputs, 0)
+    found = finished_from(outputs, "g", 0)
     assert (found.length, found.replica_id) == (7, "c")
-    entries = [pb.SampledTrajectory(index=1, outputs=outputs), pb.SampledTrajectory(index=2, outputs=outputs[1:])]
-    entries.append(pb.SampledTrajectory(outputs=[output(version=0)]))
-    assert show_outputs(entries, 1, ()) == [(3, 5), (0, 0)], "a segment without tokens carries no version"
-    assert partial_from((), 0) is None
-    nothing = partial_from((outputs[0], made()), 0)
+    assert found.versions == (3, 5), "a segment without tokens carries no version"
+    assert finished_from(outputs[1:], "g", 0).versions is None
+    assert finished_from([output(version=0)], "g", 0).versions == (0, 0)
+    assert partial_from((), "g", 0) is None
+    nothing = partial_from((outputs[0], made()), "g", 0)
     assert nothing is not None
     assert (nothing.length, nothing.replica_id) == (6, "")
 
@@ -97,9 +97,10 @@ def test_lengths_versions_and_replicas() -> None:
 def test_what_is_written_down_gives_the_same_again(size: int) -> None:
     """A group that runs is read back from a snapshot with everything that its end is decided by."""
     outputs = (output(0.5, 3, 7, b"x" * size), output(1.5, 4, payload=b"more"), made(pb.Segment(tokens=1)))
-    found = finished_from(outputs, 2)
+    found = finished_from(outputs, "g", 2)
     stored = [(position, Payload("p", payload.size, payload.crc32c)) for position, payload in found.payloads]
-    again = kept_outputs(found.encoded, stored)
+    again = kept_outputs(found.encoded, found.small, stored)
+    assert (again.versions, again.small) == ((7, 7), found.small)
     assert (again.length, again.replica_id, again.rewards) == (found.length, found.replica_id, found.rewards)
     assert again.small_bytes == found.small_bytes == 4 + (size if size <= SMALL_BYTES else 0)
     assert len(again.payloads) == (size > SMALL_BYTES)
@@ -109,8 +110,8 @@ def test_the_same_result_is_the_same_by_content() -> None:
     """A worker that lost its answer sends the result again, perhaps after uploading the bytes a second time."""
 
     def same(first: Sequence[pb.Output], second: Sequence[pb.Output]) -> bool:
-        kept = finished_from(first, 4)
-        return same_outputs(4, kept.encoded, kept.payloads, finished_from(second, 4))
+        kept = finished_from(first, "g", 4)
+        return same_outputs(4, kept.encoded, kept.payloads, finished_from(second, "g", 4))
 
     def named(payload_id: str, crc: int = value(b"abc")) -> pb.Output:
         ref = pb.PayloadRef(id=payload_id, size=3, crc32c=crc)
@@ -138,12 +139,12 @@ def test_the_same_result_is_the_same_by_content() -> None:
 
 def test_a_payload_is_kept_with_its_result_only_while_it_is_small() -> None:
     """The memory of the service must not grow with what goes to disk."""
-    found = finished_from((output(payload=b"x" * SMALL_BYTES), output(payload=b"x" * (SMALL_BYTES + 1))), 0)
+    found = finished_from((output(payload=b"x" * SMALL_BYTES), output(payload=b"x" * (SMALL_BYTES + 1))), "g", 0)
     assert found.small_bytes == SMALL_BYTES
     [(position, payload)] = found.payloads
     assert (position, payload.size, isinstance(payload, InlinePayload)) == (1, SMALL_BYTES + 1, True)
     assert len(found.encoded) < SMALL_BYTES + 200
-    partial = partial_from((output(payload=b"x"),), 0)
+    partial = partial_from((output(payload=b"x"),), "g", 0)
     assert partial is not None
     assert (partial.small_bytes, len(partial.payloads)) == (0, 1), "the next attempt names it"
 
@@ -170,7 +171,13 @@ def test_zero_variance_survives_rounding(values: list[float], flat: bool) -> Non
 
 def test_metrics_of_a_batch_are_verls() -> None:
     """Step 6 trains on weights stamped 5: a trajectory of versions 2 to 4 spans 3, lags 1, and 3 at worst."""
-    assert trajectory_metrics([(2, 4), (5, 5)], 6) == {
+    world = World()
+    world.add("g", step=2, size=3)
+    [claim] = world.claim(3)
+    for index, versions in enumerate(((2, 4), (5,), (None,))):
+        segments = [pb.Segment(tokens=1, weight_version=version) for version in versions]
+        world.finish(claim, [made(*segments)], index)
+    assert trajectory_metrics(world.partition.groups.values(), 6) == {
         "training/off_policy/trajectory_spans/mean": 2.0,
         "training/off_policy/trajectory_spans/max": 3,
         "training/off_policy/trajectory_spans/min": 1,

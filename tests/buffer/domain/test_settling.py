@@ -180,7 +180,7 @@ def test_partial_output_is_handed_on_and_replaced() -> None:
         [claim] = world.claim()
         world.fail(claim, FailureKind.INTERRUPTED, [kept] if kept else [])
     group = world.partition.groups["g"]
-    there, expected = group.trajectories[0].partial, partial_from([second], 0)
+    there, expected = group.trajectories[0].partial, partial_from([second], "g", 0)
     assert there is not None
     assert expected is not None
     same = same_outputs(0, there.encoded, there.payloads, expected)

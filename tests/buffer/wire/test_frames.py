@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.buffer.wire.frames import chunk_frame, chunk_of
+from services.buffer.wire.frames import chunk_frame, chunk_of, groups_frame
 from turnout.buffer.v1 import buffer_pb2 as pb
 
 
@@ -39,3 +39,10 @@ def test_a_chunk_is_read_as_protobuf_reads_it(size: int) -> None:
 def test_what_is_more_or_less_than_a_chunk_is_left_to_protobuf(frame: bytes) -> None:
     """Torn frames, other kinds, two chunks of which the last counts, and fields of a later contract."""
     assert chunk_of(frame) is None
+
+
+@pytest.mark.parametrize("sizes", [[], [0], [1, 0, 127], [128, 20_000], [1 << 20]])
+def test_a_frame_of_groups_is_what_protobuf_makes(sizes: list[int]) -> None:
+    groups = [pb.SampledGroup(group_id="x" * size, born_step=size) for size in sizes]
+    made = groups_frame([group.SerializeToString() for group in groups])
+    assert made == pb.SampleResponse(groups=pb.SampledGroups(groups=groups)).SerializeToString()

@@ -765,6 +765,52 @@ class PlacedPayload(google.protobuf.message.Message):
 Global___PlacedPayload: typing_extensions.TypeAlias = PlacedPayload
 
 @typing.final
+class SmallPayload(google.protobuf.message.Message):
+    """SmallPayload is the bytes of a payload that no store keeps; the output refers to it."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: builtins.int
+    POSITION_FIELD_NUMBER: builtins.int
+    DATA_FIELD_NUMBER: builtins.int
+    index: builtins.int
+    """Trajectory of the output."""
+    position: builtins.int
+    """Position of the output in its trajectory."""
+    data: builtins.bytes
+    """The bytes."""
+    def __init__(
+        self,
+        *,
+        index: builtins.int = ...,
+        position: builtins.int = ...,
+        data: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["data", b"data", "index", b"index", "position", b"position"]) -> None: ...
+
+Global___SmallPayload: typing_extensions.TypeAlias = SmallPayload
+
+@typing.final
+class SmallPayloads(google.protobuf.message.Message):
+    """SmallPayloads is small payloads of one group."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PAYLOADS_FIELD_NUMBER: builtins.int
+    @property
+    def payloads(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SmallPayload]:
+        """The payloads."""
+
+    def __init__(
+        self,
+        *,
+        payloads: collections.abc.Iterable[Global___SmallPayload] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["payloads", b"payloads"]) -> None: ...
+
+Global___SmallPayloads: typing_extensions.TypeAlias = SmallPayloads
+
+@typing.final
 class OutputsImage(google.protobuf.message.Message):
     """OutputsImage is the outputs of one trajectory of a group that is not terminal."""
 
@@ -772,21 +818,25 @@ class OutputsImage(google.protobuf.message.Message):
 
     ENCODED_FIELD_NUMBER: builtins.int
     PLACED_FIELD_NUMBER: builtins.int
+    SMALL_FIELD_NUMBER: builtins.int
     encoded: builtins.bytes
-    """The outputs, as an encoded SampledGroup that holds nothing but this trajectory; small payloads are within, the
-    others left out.
+    """The outputs, as an encoded SampledGroup that holds nothing but this trajectory, with references to small payloads
+    and none to others.
     """
+    small: builtins.bytes
+    """The small payloads, as encoded SmallPayloads."""
     @property
     def placed(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___PlacedPayload]:
-        """The payloads that were left out."""
+        """The other payloads."""
 
     def __init__(
         self,
         *,
         encoded: builtins.bytes = ...,
         placed: collections.abc.Iterable[Global___PlacedPayload] | None = ...,
+        small: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["encoded", b"encoded", "placed", b"placed"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["encoded", b"encoded", "placed", b"placed", "small", b"small"]) -> None: ...
 
 Global___OutputsImage: typing_extensions.TypeAlias = OutputsImage
 
@@ -896,6 +946,8 @@ class GroupImage(google.protobuf.message.Message):
     RESULTS_FIELD_NUMBER: builtins.int
     PLACED_FIELD_NUMBER: builtins.int
     SMALL_BYTES_FIELD_NUMBER: builtins.int
+    SMALL_FIELD_NUMBER: builtins.int
+    VERSIONS_FIELD_NUMBER: builtins.int
     PROMPT_ID_FIELD_NUMBER: builtins.int
     LONGEST_FIELD_NUMBER: builtins.int
     group_id: builtins.str
@@ -923,11 +975,13 @@ class GroupImage(google.protobuf.message.Message):
     size: builtins.int
     """Number of its trajectories (n)."""
     results: builtins.bytes
-    """Of a terminal group: an encoded SampledGroup that holds nothing but the finished trajectories; small payloads are
-    within, the others left out.
+    """Of a terminal group: an encoded SampledGroup that holds nothing but the finished trajectories, with references to
+    small payloads and none to others.
     """
     small_bytes: builtins.int
-    """Bytes of the payloads within the results."""
+    """Bytes of the small payloads of the results."""
+    small: builtins.bytes
+    """The small payloads, as encoded SmallPayloads."""
     prompt_id: builtins.str
     """What prompt it is, if that is not its id."""
     longest: builtins.int
@@ -952,7 +1006,11 @@ class GroupImage(google.protobuf.message.Message):
 
     @property
     def placed(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___PlacedPayload]:
-        """The payloads that were left out of the results."""
+        """The other payloads of the results."""
+
+    @property
+    def versions(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Smallest and largest weight version of each trajectory of which they are known, one after the other."""
 
     def __init__(
         self,
@@ -976,11 +1034,13 @@ class GroupImage(google.protobuf.message.Message):
         results: builtins.bytes = ...,
         placed: collections.abc.Iterable[Global___PlacedPayload] | None = ...,
         small_bytes: builtins.int = ...,
+        small: builtins.bytes = ...,
+        versions: collections.abc.Iterable[builtins.int] | None = ...,
         prompt_id: builtins.str = ...,
         longest: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["prompt", b"prompt"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["added_at", b"added_at", "born", b"born", "error", b"error", "failed", b"failed", "group_id", b"group_id", "lease_id", b"lease_id", "longest", b"longest", "odd", b"odd", "placed", b"placed", "prompt", b"prompt", "prompt_id", b"prompt_id", "prompt_inline", b"prompt_inline", "reissued", b"reissued", "results", b"results", "sequence", b"sequence", "size", b"size", "small_bytes", b"small_bytes", "started_at", b"started_at", "state", b"state", "tags", b"tags", "zero_variance", b"zero_variance"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["added_at", b"added_at", "born", b"born", "error", b"error", "failed", b"failed", "group_id", b"group_id", "lease_id", b"lease_id", "longest", b"longest", "odd", b"odd", "placed", b"placed", "prompt", b"prompt", "prompt_id", b"prompt_id", "prompt_inline", b"prompt_inline", "reissued", b"reissued", "results", b"results", "sequence", b"sequence", "size", b"size", "small", b"small", "small_bytes", b"small_bytes", "started_at", b"started_at", "state", b"state", "tags", b"tags", "versions", b"versions", "zero_variance", b"zero_variance"]) -> None: ...
 
 Global___GroupImage: typing_extensions.TypeAlias = GroupImage
 
