@@ -71,4 +71,12 @@ class BufferMetrics(Collector):
                 for kind in ("created", "paid", "cancelled"):
                     credits.add_metric([*labels, kind], getattr(partition.refill, kind))
                 unpaid.add_metric(labels, partition.refill.unpaid)
-        return [groups, depth, evicted, credits, unpaid, parked, held]
+        external = GaugeMetricFamily(
+            "turnout_buffer_external_payloads",
+            "Payloads in external stores: named, held by checkpoints alone, let go and not acknowledged by their owner.",
+            labels=["run_id", "state"],
+        )
+        for run_id, book in self._desk.memory.externals:
+            for state, count in (("named", len(book.named)), ("held", len(book.held)), ("let_go", book.waiting_count)):
+                external.add_metric([run_id, state], count)
+        return [groups, depth, evicted, credits, unpaid, parked, held, external]

@@ -9,6 +9,7 @@ from pathlib import Path
 import grpc.aio
 import pytest
 
+from services.buffer.metrics import BufferMetrics
 from services.buffer.service import BufferService
 from tests.buffer.helpers import CALL_S, Buffer, Caller, refused, refused_stream, result, running_buffer
 from turnout.buffer.v1 import buffer_pb2 as pb
@@ -98,6 +99,21 @@ async def test_an_owner_learns_of_releases_and_evictions_in_order(caller: Caller
     assert await owner.ack("a", "c") == 0
     assert await Owner(caller).hear(1) == ["b"]
     assert await Owner(caller, "file").hear(1) == ["other"]
+
+
+async def test_metrics_show_what_owners_did_not_delete_yet(buffer: Buffer) -> None:
+    """An owner that does not run is noticed before its store is full."""
+    caller = buffer.caller()
+    await caller.create()
+    await finish(caller, "a", "b")
+    await caller.evict("a")
+    shown = [
+        (sample.labels["state"], sample.value)
+        for metric in BufferMetrics(buffer.desk).collect()
+        for sample in metric.samples
+        if sample.name == "turnout_buffer_external_payloads"
+    ]
+    assert shown == [("named", 1), ("held", 0), ("let_go", 1)]
 
 
 async def test_a_prompt_in_an_external_store_is_let_go_too(caller: Caller) -> None:

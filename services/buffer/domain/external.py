@@ -98,6 +98,11 @@ class ExternalBook:
         """What only checkpoints hold."""
         return self._held
 
+    @property
+    def waiting_count(self) -> int:
+        """How many payloads wait for their owner."""
+        return len(self._queue)
+
     # ---------------------------------------------------------------------------------------------------------- naming
 
     def check(self, field: str, payload: Payload) -> None:

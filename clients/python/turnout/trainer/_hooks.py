@@ -165,7 +165,7 @@ class AsyncTrainerHooks:
         finally:
             self._heartbeat.stop()
             for owner in self._owners:
-                owner.stop()
+                await self.buffer.link.blocking(owner.stop)
             self._stores.close()
             for client in (self.buffer, self.engine, self.scheduler):
                 await client.close()
