@@ -355,14 +355,14 @@ class Run:
     def next_expiry(self) -> float | None:
         """Domain time at which something ends by itself next, or a refill is to be shown, if anything is."""
         state = self.state
-        candidates = (
+        candidates = [
             state.claims.next_expiry(),
             state.payloads.next_expiry(),
             state.leases.retained.next(),
             state.leases.deadlines.next(),
             *[partition.next_refill() for partition in self.partitions.values()],
-        )
-        return min((at for at in candidates if at is not None), default=None)
+        ]
+        return min([at for at in candidates if at is not None], default=None)
 
     def _heard_at(self, now: float) -> float:
         """When the trainer was heard of last; one that waits is heard of all the time, one without epoch never."""
