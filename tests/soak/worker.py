@@ -275,7 +275,7 @@ def output_of(
     )
 
 
-async def rollout(errand: Errand, life: str, run_id: str, target: str, largest: int) -> None:
+async def rollout(errand: Errand, life: str, run_id: str, client: AsyncBufferClient, largest: int) -> None:
     """Work with the client's own worker, which is not told what to do about faults."""
     book = Book(errand.directory / f"{errand.name}.book")
     number = 0
@@ -297,18 +297,17 @@ async def rollout(errand: Errand, life: str, run_id: str, target: str, largest: 
         data = content.result(run_id, job.group_id, job.index, largest)
         book.write("sent", items=[[job.group_id, job.index, mark]])
         item = pb.ClaimedTrajectory(index=job.index, partial=job.partial)
-        async with AsyncBufferClient(target, OPTIONS) as client:
-            while True:
-                try:
-                    payload = await client.payload(run_id, data)
-                    break
-                except TurnoutError as error:
-                    errand.check(is_outage(error), f"an upload ended {error}")
-                    await asyncio.sleep(PAUSE_S)
+        while True:
+            try:
+                payload = await client.payload(run_id, data)
+                break
+            except TurnoutError as error:
+                errand.check(is_outage(error), f"an upload ended {error}")
+                await asyncio.sleep(PAUSE_S)
         return output_of(run_id, job.group_id, item, payload, mark, job.born_step)
 
     setup = WorkerSetup(
-        run_id=run_id, buffer=target, worker_id=f"{errand.name}.{life}", concurrency=AT_ONCE, options=OPTIONS
+        run_id=run_id, buffer=client.target, worker_id=f"{errand.name}.{life}", concurrency=AT_ONCE, options=OPTIONS
     )
     while True:
         try:
@@ -322,9 +321,9 @@ async def main() -> None:
     """Work as the command line says."""
     name, life, target, run_id, directory, largest, seed, kind = sys.argv[1:]
     errand = Errand(name, Path(directory), f"{seed}/{name}/{life}")
-    if kind == "rollout":
-        await rollout(errand, life, run_id, target, int(largest))
     async with AsyncBufferClient(target, OPTIONS) as client:
+        if kind == "rollout":
+            await rollout(errand, life, run_id, client, int(largest))
         await Worker(errand, life, run_id, client, int(largest)).run()
 
 
