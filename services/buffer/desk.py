@@ -111,7 +111,7 @@ class Desk:
     def record(self, run: Run, record: st.Record, at: Moment) -> None:
         """Take down a decision on a run that was made in this turn. Raises what the journal cannot do."""
         if self.runs.get(run.run_id) is not run:
-            raise unavailable("RUN_REPLACED", "the run was restored or loaded again meanwhile", run_id=run.run_id)
+            raise _replaced(run.run_id)
         self.record_external(run.run_id, record, at)
 
     def record_external(self, run_id: str, record: st.Record, at: Moment) -> None:
@@ -166,11 +166,17 @@ class Desk:
         self._parking.pop(run.run_id).end(run_not_found(run.run_id))
 
     def parking(self, run: Run) -> RunParking:
-        """The calls parked on a run. Raises NOT_FOUND / RUN_NOT_FOUND if it was deleted meanwhile."""
+        """The calls parked on a run.
+
+        Raises NOT_FOUND / RUN_NOT_FOUND if it was deleted meanwhile, UNAVAILABLE if it is another one now or is loaded
+        again: then the call may be repeated.
+        """
         parking = self._parking.get(run.run_id)
-        if parking is None or parking.run is not run:
-            raise run_not_found(run.run_id)
-        return parking
+        if parking is not None and parking.run is run:
+            return parking
+        self.check()
+        self.runs.require(run.run_id)
+        raise _replaced(run.run_id)
 
     def fence(self, run: Run, waits: Iterable[Wait]) -> None:
         """End the waits of trainers that were superseded."""
@@ -396,3 +402,7 @@ class Desk:
                 self.changed(
                     run, *{partition.name: partition for partition in [*changed, *run.refills_due(at)]}.values()
                 )
+
+
+def _replaced(run_id: str) -> TurnoutError:
+    return unavailable("RUN_REPLACED", "the run was restored or loaded again meanwhile", run_id=run_id)

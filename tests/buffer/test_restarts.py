@@ -337,6 +337,28 @@ async def test_parked_calls_end_so_that_they_are_repeated_on_what_was_restored(t
         assert {(await call).code for call in parked} == {Code.UNAVAILABLE}
 
 
+async def test_a_download_that_a_restore_overtakes_may_be_repeated(tmp_path: Path) -> None:
+    """Told that its run does not exist, a worker gives up on a run that is there."""
+    data = bytes(32 << 20)
+    async with running_buffer(data_dir=tmp_path) as buffer:
+        caller = buffer.caller()
+        await caller.create(size=1)
+        await caller.checkpoint("s")
+        kept = await caller.put(data, google_crc32c.value(data))
+        await caller.add("g")
+        large = output(1.0, 1, 0)
+        large.payload.ref.CopyFrom(kept.ref)
+        (claim,) = await caller.claim()
+        await caller.finish_claim(claim, large)
+        told = await caller.sample(1)
+        request = pb.GetPayloadsRequest(run_id=caller.run_id, refs=[kept.ref], lease_id=told.done.lease_id)
+        call = caller.stub.GetPayloads(request)
+        await anext(aiter(call))
+        await caller.restore("s")
+        error = await refused_stream(call)
+        assert (error.code, error.reason) == (Code.UNAVAILABLE, "RUN_REPLACED")
+
+
 async def test_who_watches_the_groups_is_told_of_a_restore_once(tmp_path: Path) -> None:
     """Without the event a watcher takes groups that came back for groups that live on after their commit."""
 
