@@ -73,7 +73,7 @@ class BufferMetrics(Collector):
                 unpaid.add_metric(labels, partition.refill.unpaid)
         external = GaugeMetricFamily(
             "turnout_buffer_external_payloads",
-            "Payloads in external stores: named, held by checkpoints alone, let go and not acknowledged by their owner.",
+            "Payloads in external stores: named, held by checkpoints alone, let go and not acknowledged.",
             labels=["run_id", "state"],
         )
         for run_id, book in self._desk.memory.externals:
