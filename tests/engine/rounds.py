@@ -103,3 +103,40 @@ class Trainer:
 
     async def reclaim(self) -> None:
         await self.engine.stub.Reclaim(pb.ReclaimRequest(run_id=RUN, epoch=1))
+
+
+class Doubter(Trainer):
+    """A trainer that gives up an update and a lend on its way."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine)
+        self.steps[REGISTERED:] = [
+            self.begin_standalone,
+            lambda: self.feed(0),
+            self.abort_update,
+            self.begin_again,
+            lambda: self.feed(0),
+            lambda: self.commit(0),
+            lambda: self.feed(1),
+            lambda: self.commit(1),
+            self.begin_lend,
+            self.begin_hybrid,
+            lambda: self.feed(0),
+            self.abort_lend,
+            self.reclaim,
+        ]
+
+    async def abort_update(self) -> None:
+        request = pb.AbortWeightUpdateRequest(run_id=RUN, epoch=1, update_id=self.begun.update_id)
+        await self.engine.stub.AbortWeightUpdate(request)
+        now = await replicas(self.engine)
+        assert now["s0"].weights == pb.WEIGHTS_STATE_HALF_UPDATED
+        assert now["s0"].route != pb.ROUTE_STATE_SERVING
+
+    async def begin_again(self) -> None:
+        await self._begin(role("standalone"), "AWAKE", "again", True)
+
+    async def abort_lend(self) -> None:
+        await self.engine.stub.AbortLend(pb.AbortLendRequest(run_id=RUN, epoch=1, lend_id="lend"))
+        now = await replicas(self.engine)
+        assert all(now[hybrid].confirmed_free for hybrid in HYBRID)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import grpc.aio
@@ -21,7 +21,7 @@ from tests.engine.helpers import (
     update,
 )
 from tests.engine.lives import Engines, Points, write_down
-from tests.engine.rounds import HYBRID, REGISTERED, STANDALONE, Trainer
+from tests.engine.rounds import HYBRID, REGISTERED, STANDALONE, Doubter, Trainer
 from turnout.engine.v1 import engine_pb2 as pb
 
 
@@ -45,10 +45,12 @@ async def ended(engine: Engine) -> bool:
     return all(operation.state != pb.OPERATION_STATE_RUNNING for operation in answer.operations)
 
 
-async def dies_at(engines: Engines, directory: Path, copy: Path, points: Points) -> Trainer | None:
+async def dies_at(
+    engines: Engines, directory: Path, copy: Path, points: Points, make: Callable[[Engine], Trainer]
+) -> Trainer | None:
     """A round up to the point; None if the round ended before it."""
     async with engines.controlled(directory, points) as engine:
-        trainer = Trainer(engine)
+        trainer = make(engine)
         going = asyncio.ensure_future(trainer.go())
         reached = asyncio.ensure_future(points.reached.wait())
         await asyncio.wait({going, reached}, return_when=asyncio.FIRST_COMPLETED)
@@ -100,10 +102,11 @@ async def allowing(reasons: str, call: Awaitable[object]) -> bool:
     return True
 
 
-async def round_with_a_death(tmp_path: Path, at: int, *, undo: bool, mute: bool) -> bool:
+async def round_with_a_death(tmp_path: Path, at: int, *, ending: str, mute: bool) -> bool:
     """One round in which the controller dies; returns whether there was such a point."""
     engines, points = Engines(mute), Points(at)
-    trainer = await dies_at(engines, tmp_path / f"first{at}", tmp_path / f"second{at}", points)
+    make = Doubter if ending == "aborted" else Trainer
+    trainer = await dies_at(engines, tmp_path / f"first{at}", tmp_path / f"second{at}", points, make)
     if trainer is None:
         return False
     where = f"point {at}, {points.names[-1]}, in step {trainer.at}"
@@ -117,14 +120,14 @@ async def round_with_a_death(tmp_path: Path, at: int, *, undo: bool, mute: bool)
                 await until(lambda: ended(engine))
                 await check(engine, engines)
             trainer.engine = engine
-            if undo:
+            if ending == "undone":
                 await undone(engine, trainer)
             else:
                 await trainer.go()
             await check(engine, engines)
             now = await replicas(engine)
             assert all(now[hybrid].confirmed_free for hybrid in HYBRID if hybrid in now)
-            if not undo:
+            if ending != "undone":
                 assert [now[s].route for s in STANDALONE] == [pb.ROUTE_STATE_SERVING] * 2
                 assert [now[s].weight_version for s in STANDALONE] == [1, 1]
                 output = await generate(engine, "after", max_tokens=3)
@@ -134,25 +137,25 @@ async def round_with_a_death(tmp_path: Path, at: int, *, undo: bool, mute: bool)
     return True
 
 
-ENDINGS = pytest.mark.parametrize("undo", [False, True], ids=["repeated", "undone"])
+ENDINGS = pytest.mark.parametrize("ending", ["repeated", "undone", "aborted"])
 ENGINES = pytest.mark.parametrize("mute", [False, True], ids=["telling", "mute"])
 
 
 @ENDINGS
 @ENGINES
-async def test_a_controller_may_die_at_some_moments_of_a_round(tmp_path: Path, mute: bool, undo: bool) -> None:
+async def test_a_controller_may_die_at_some_moments_of_a_round(tmp_path: Path, mute: bool, ending: str) -> None:
     """A sample of the moments below, one in 40."""
-    for at in range(13 + 7 * undo + 11 * mute, 220, 40):
-        assert await round_with_a_death(tmp_path, at, undo=undo, mute=mute)
+    for at in range(13 + 2 * len(ending) + 11 * mute, 220, 40):
+        assert await round_with_a_death(tmp_path, at, ending=ending, mute=mute)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @ENDINGS
 @ENGINES
-async def test_a_controller_may_die_at_every_moment_of_a_round(tmp_path: Path, mute: bool, undo: bool) -> None:
+async def test_a_controller_may_die_at_every_moment_of_a_round(tmp_path: Path, mute: bool, ending: str) -> None:
     """Whatever it was in the middle of, the repeated call completes it, and nothing serves that must not."""
     at = 1
-    while await round_with_a_death(tmp_path, at, undo=undo, mute=mute):
+    while await round_with_a_death(tmp_path, at, ending=ending, mute=mute):
         at += 1
     assert at > 200
