@@ -23,6 +23,7 @@ _BENCHES: Final = {
     "journal": Entry("services.cli.bench:journal", "Records stored per second, and how long one takes."),
     "buffer": Entry("services.cli.bench_buffer:buffer", "The replay buffer beside a bare server."),
     "engine": Entry("services.cli.bench_engine:engine", "The engine controller beside the engines alone."),
+    "vllm": Entry("services.cli.bench_vllm:vllm", "A real vLLM behind us beside vLLM alone; needs vLLM."),
 }
 
 _as_json: Final[Callable[[Any], Any]] = click.option(
