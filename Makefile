@@ -42,8 +42,8 @@ test-all: lint types protos-lint test-vllm ## the same, the slow tests and those
 test-vllm: $(VLLM)/.ready ## everything against a real vLLM on this machine's CPU
 	$(VLLM)/bin/python -m pytest -W default tests/vllm
 
-test-stores: $(RAY)/.dev ## the payload stores over real Ray and TransferQueue (makes an environment of 2 GB at first)
-	$(RAY)/bin/python -m pytest tests/client/stores
+test-stores: $(RAY)/.dev ## payload stores over real Ray and TransferQueue, tensors of torch (makes an environment of 2 GB at first)
+	$(RAY)/bin/python -m pytest tests/client/stores tests/client/tensors
 
 lint: $(VENV)/.dev ## ruff: rules and format
 	$(BIN)/ruff check $(SOURCES)

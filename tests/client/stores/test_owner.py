@@ -16,6 +16,7 @@ from turnout.buffer.v1 import buffer_pb2
 from turnout.client import AsyncBufferClient, BufferClient, ClientOptions, FailedPrecondition, RetryPolicy, duration
 from turnout.client._payloads import Bytes
 from turnout.stores import StoreOwner, Stores, UriStore
+from turnout.stores._protocol import full, unavailable
 from turnout.trainer import AsyncBatch
 from turnout.worker import Job, RolloutWorker, WorkerSetup
 
@@ -91,6 +92,45 @@ class Faulty:
 
     def close(self) -> None:
         self._store.close()
+
+
+class Away(Faulty):
+    """A store that cannot be reached at first."""
+
+    def put(self, data: Bytes | Sequence[Bytes]) -> buffer_pb2.PayloadRef:
+        if self.failures:
+            self.failures -= 1
+            raise (full if self.failures else unavailable)(self.name, "later")
+        return super().put(data)
+
+
+async def test_a_worker_waits_for_a_store_that_is_away_or_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Minutes of generation must not be thrown away for a store that is back in seconds."""
+    monkeypatch.setattr("turnout.worker._payloads._PAUSE_S", 0.01)
+    store = Away(UriStore(f"file://{tmp_path}"), failures=3)
+    async with real_buffer() as host, AsyncBufferClient(host.target, QUICK) as client:
+        await asyncio.to_thread(lambda: places.create(BufferClient(host.target, QUICK)))
+        group = buffer_pb2.GroupSpec(group_id="g")
+        await client.calls.AddGroups(
+            buffer_pb2.AddGroupsRequest(run_id=places.RUN, partition="train", step=1, groups=[group])
+        )
+        generated: list[str] = []
+
+        async def generate(job: Job) -> buffer_pb2.Output:
+            generated.append(job.group_id)
+            payload = await worker.payload(b"bytes")
+            return buffer_pb2.Output(segments=[buffer_pb2.Segment(tokens=1)], payload=payload)
+
+        worker = RolloutWorker(
+            WorkerSetup(places.RUN, host.target, store=store, inline_bytes=0, options=QUICK), generate_fn=generate
+        )
+        working = asyncio.create_task(worker.run())
+        request = buffer_pb2.SampleRequest(run_id=places.RUN, partition="train", step=1, batch=1, max_wait=duration(20))
+        sampled = await client.sample(request)
+        worker.stop()
+        stats = await working
+    assert (generated, stats.finished, stats.failed) == (["g"], 1, 0)
+    assert sampled.groups[0].trajectories[0].outputs[0].payload.ref.store == "uri"
 
 
 async def test_what_could_not_be_deleted_is_deleted_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
