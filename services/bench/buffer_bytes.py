@@ -43,7 +43,7 @@ async def put_and_get(world: World, effort: Effort, names: tuple[str, str | None
         await world.bare.up("Put")(each([SYNC if sync else b"os", *frames[1:-1]]))
         puts[1].append(size / (time.perf_counter() - begin))
         if get_name is not None:
-            lease_id = await _sampled(world, run_id, number, ref)
+            lease_id = await sampled(world, run_id, number, ref)
             request = pb.GetPayloadsRequest(run_id=run_id, lease_id=lease_id, refs=[ref]).SerializeToString()
             begin = time.perf_counter()
             answers = await drain(world.ours.down("GetPayloads")(request))
@@ -74,7 +74,7 @@ async def each(frames: Iterable[bytes]) -> AsyncIterator[bytes]:
         yield frame
 
 
-async def _sampled(world: World, run_id: str, number: int, ref: pb.PayloadRef) -> str:
+async def sampled(world: World, run_id: str, number: int, ref: pb.PayloadRef) -> str:
     """Finish a group with the payload and sample it; returns the lease."""
     (group_id,) = ids = messages.names("g", 1, number)
     await world.stub.AddGroups(messages.add(run_id, ids))

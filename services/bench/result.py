@@ -36,3 +36,15 @@ class Result:
                 "ratio": ratio,
             }
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """A value that could not be measured here."""
+
+    name: str
+    reason: str
+
+    def to_line(self) -> str:
+        """Return it as one line of JSON, `{"name", "skipped"}`."""
+        return json.dumps({"name": self.name, "skipped": self.reason})

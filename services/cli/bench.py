@@ -1,7 +1,7 @@
 """`turnout bench`: measure the services on this machine.
 
 Invariants: one line per result on stdout; with --json each is a JSON object `{"name", "unit", "value", "baseline",
-"ratio"}`.
+"ratio"}`, or `{"name", "skipped"}` for what cannot be measured here.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import click
 
-from services.bench.result import Result
+from services.bench.result import Result, Skipped
 from services.cli.examples import with_examples
 from services.cli.lazy import Entry, LazyGroup
 from services.cli.running import run_async
@@ -108,9 +108,11 @@ def _print(results: Iterable[Result], as_json: bool) -> None:
         show(result, as_json=as_json)
 
 
-def show(result: Result, *, as_json: bool) -> None:
+def show(result: Result | Skipped, *, as_json: bool) -> None:
     """Print a result as soon as it is there."""
     if as_json:
         click.echo(result.to_line())
+    elif isinstance(result, Skipped):
+        click.echo(f"{result.name}: skipped, {result.reason}")
     else:
         click.echo(f"{result.name}: {result.value:.4g} {result.unit} (bare: {result.baseline:.4g})")
