@@ -81,8 +81,11 @@ async def test_h49_a_large_request_goes_out(host: ServiceHost) -> None:
 async def test_h49_above_the_limit_is_a_clear_error_and_the_client_goes_on(host: ServiceHost) -> None:
     """RESOURCE_EXHAUSTED and not UNAVAILABLE: sending it again would never help."""
     async with AsyncBufferClient(host.target) as client:
-        with pytest.raises(ResourceExhausted):
+        with pytest.raises(ResourceExhausted) as caught:
             await add(client, [spec(0, tags=65 * MIB)])
+        error = caught.value
+        assert (error.reason, error.metadata["cap"]) == ("MESSAGE_TOO_LARGE", "max_message_bytes")
+        assert int(error.metadata["present"]) > int(error.metadata["limit"]) == 64 * MIB
         await add(client, [spec(0)])
         ledger = await client.calls.GetLedger(buffer_pb2.GetLedgerRequest(run_id="r1"))
     assert ledger.added == 1

@@ -28,6 +28,7 @@ Invariants: every error that leaves the client is one of these; each carries the
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Final
 
@@ -189,6 +190,9 @@ _CUT: Final[Mapping[grpc.StatusCode, tuple[str, ...]]] = {
 """What gRPC says, by code and text, when a server dies or a proxy cuts the stream under a call. With an ErrorInfo it is
 not the network that speaks, and a cancellation of our own says so."""
 
+_TOO_LARGE: Final = re.compile(r"message larger than max \((\d+) vs\. (\d+)\)")
+"""What gRPC says of a message above the limit of either side: its size, and the limit."""
+
 _OUR_OWN: Final = ("Locally cancelled", "Channel closed")
 
 
@@ -226,6 +230,10 @@ def from_rpc_error(error: grpc.RpcError, *, hint: str = "") -> TurnoutError:
     if any(text in message for text in _CUT.get(code, ())) and not message.startswith(_OUR_OWN):
         text = f"the call was cut: {message}"
         return make_error(grpc.StatusCode.UNAVAILABLE, "CONNECTION_LOST", text, from_service=False)
+    size = _TOO_LARGE.search(message)
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and size:
+        numbers = {"cap": "max_message_bytes", "limit": size[2], "present": size[1]}
+        return make_error(code, "MESSAGE_TOO_LARGE", message, numbers, from_service=False)
     if code is grpc.StatusCode.UNAVAILABLE and hint:
         message = f"{message} ({hint})"
     return make_error(code, code.name, message, from_service=False)
