@@ -135,10 +135,11 @@ class SchedulerServicer(scheduler_pb2_grpc.SwitchSchedulerServicer):
 
     async def AbandonLend(self, request: pb.AbandonLendRequest, context: Context) -> pb.AbandonLendResponse:
         hosted, calls = self._admitted(request)
-        run = hosted.run
-        if run.lends.get(request.lend_id) is not None:
-            await hosted.call(calls.abandon_lend(request))
-        elif run.lends.cost_of(request.lend_id) is not None:
+        run, call = hosted.run, calls.abandon_lend(request)
+        lend, stored = run.lends.get(request.lend_id), run.order.answer(call.key, call.content)
+        if lend is not None or stored is not None:
+            return cast(pb.AbandonLendResponse, await hosted.call(call))
+        if run.lends.cost_of(request.lend_id) is not None:
             raise lend_closed(request.lend_id, "completed")
         await hosted.durable()
         return pb.AbandonLendResponse(mode=run.mode)  # type: ignore[arg-type]

@@ -19,6 +19,25 @@ from turnout.engine.v1 import engine_pb2, engine_pb2_grpc
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
+class Changes:
+    """Wakes who waits for a change since they looked, however many wait and whoever comes first."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self._changed = asyncio.Condition()
+
+    async def tell(self) -> None:
+        """Something changed."""
+        self.number += 1
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def since(self, number: int) -> None:
+        """Return once something has changed since `number` was read."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self.number != number)
+
+
 @dataclass
 class Script:
     """What a fake does at each call: note it, wait for a gate, fail."""
@@ -53,7 +72,7 @@ class FakeBuffer(buffer_pb2_grpc.ReplayBufferServicer):
         self.renewed: list[int] = []
         self.waits: list[buffer_pb2.WaitForSampleableRequest] = []
         self.group_events: list[buffer_pb2.GroupEvent] = []
-        self._changed = asyncio.Condition()
+        self._changes = Changes()
         self._said: list[buffer_pb2.WaitForSampleableResponse] = []
         self.unpaid: dict[str, int] = {}
 
@@ -88,8 +107,7 @@ class FakeBuffer(buffer_pb2_grpc.ReplayBufferServicer):
         await self._wake()
 
     async def _wake(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
+        await self._changes.tell()
 
     async def GetRun(self, request: buffer_pb2.GetRunRequest, context: Context) -> buffer_pb2.GetRunResponse:
         await self._enter("GetRun")
@@ -136,6 +154,7 @@ class FakeBuffer(buffer_pb2_grpc.ReplayBufferServicer):
         loop = asyncio.get_running_loop()
         ends = loop.time() + request.max_wait.seconds + request.max_wait.nanos / 1e9
         while True:
+            seen = self._changes.number
             depth = self._depth_at(request.step)
             reached = depth.sampleable >= request.target
             if request.target and depth != told:
@@ -156,13 +175,11 @@ class FakeBuffer(buffer_pb2_grpc.ReplayBufferServicer):
                 outcome = buffer_pb2.WAIT_OUTCOME_HELD if reached else buffer_pb2.WAIT_OUTCOME_TIMED_OUT
                 yield answer(done=self._done(outcome, request))
                 return
-            async with self._changed:
-                # The condition was read without the lock; nothing awaited in between, so nothing was missed.
-                try:
-                    async with asyncio.timeout(min(left, 3600)):
-                        await self._changed.wait()
-                except TimeoutError:
-                    continue
+            try:
+                async with asyncio.timeout(min(left, 3600)):
+                    await self._changes.since(seen)
+            except TimeoutError:
+                continue
 
     def _done(
         self, outcome: buffer_pb2.WaitOutcome.ValueType, request: buffer_pb2.WaitForSampleableRequest
@@ -202,13 +219,13 @@ class FakeBuffer(buffer_pb2_grpc.ReplayBufferServicer):
         await self._enter("WatchGroups")
         sent = request.from_sequence - 1 if request.HasField("from_sequence") else len(self.group_events)
         while True:
+            seen = self._changes.number
             if len(self.group_events) > sent:
                 batch = self.group_events[sent:]
                 sent = len(self.group_events)
                 yield buffer_pb2.WatchGroupsResponse(events=batch)
                 continue
-            async with self._changed:
-                await self._changed.wait()
+            await self._changes.since(seen)
 
     async def Checkpoint(
         self, request: buffer_pb2.CheckpointRequest, context: Context
@@ -241,7 +258,7 @@ class FakeEngine(engine_pb2_grpc.EngineControllerServicer):
         self.requests: list[Any] = []
         self.moves: list[tuple[str, str]] = []
         """The calls that moved GPUs, each with the lend it was for."""
-        self._changed = asyncio.Condition()
+        self._changes = Changes()
 
     def add(self, replica_id: str, *, hybrid: bool = True, gpu: str = "", node: str = "n0") -> None:
         """Register a replica; hybrids are asleep and free."""
@@ -270,8 +287,7 @@ class FakeEngine(engine_pb2_grpc.EngineControllerServicer):
 
     async def wake(self) -> None:
         """Tell who watches."""
-        async with self._changed:
-            self._changed.notify_all()
+        await self._changes.tell()
 
     def _check(self, request: Any) -> None:
         if request.HasField("epoch") and request.epoch < self.epoch:
@@ -354,14 +370,14 @@ class FakeEngine(engine_pb2_grpc.EngineControllerServicer):
         known: dict[str, bytes] = {}
         first, told = True, ""
         while True:
+            seen = self._changes.number
             now = {replica_id: r.SerializeToString(deterministic=True) for replica_id, r in self.replicas.items()}
             changed = [self.replicas[r] for r, content in now.items() if known.get(r) != content]
             removed = [r for r in known if r not in now]
             if first or changed or removed or told != self.incarnation:
                 first, known, told = False, now, self.incarnation
                 yield engine_pb2.WatchReplicasResponse(changed=changed, removed=removed, incarnation=self.incarnation)
-            async with self._changed:
-                await self._changed.wait()
+            await self._changes.since(seen)
 
     async def WatchProgress(
         self, request: engine_pb2.WatchProgressRequest, context: Context
@@ -369,11 +385,11 @@ class FakeEngine(engine_pb2_grpc.EngineControllerServicer):
         await self.script.enter("WatchProgress")
         sent = 0
         while True:
+            seen = self._changes.number
             while sent < len(self.progress):
                 yield engine_pb2.WatchProgressResponse(report=self.progress[sent])
                 sent += 1
-            async with self._changed:
-                await self._changed.wait()
+            await self._changes.since(seen)
 
 
 def partial(operation_id: str, *replica_ids: str) -> TurnoutError:

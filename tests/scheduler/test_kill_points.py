@@ -270,8 +270,11 @@ async def check(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stri
     told, moves, kinds, passed = await live(name, tmp_path / "undisturbed", 0, monkeypatch)
     assert len(passed) > 20
     for kill_at in range(1, len(passed) + 1, stride):
-        told_then, moves_then, kinds_then, _ = await live(name, tmp_path / f"{kill_at}", kill_at, monkeypatch)
         where = f"killed at point {kill_at}, {passed[kill_at - 1]}"
+        try:
+            told_then, moves_then, kinds_then, _ = await live(name, tmp_path / f"{kill_at}", kill_at, monkeypatch)
+        except (TimeoutError, AssertionError, grpc.aio.AioRpcError) as error:
+            raise AssertionError(where) from error
         assert told_then == told, where
         assert moves_then == moves, where
         assert kinds_then == kinds, where
