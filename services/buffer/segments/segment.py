@@ -44,7 +44,12 @@ class Segment:
         if self.descriptor is None:
             self.descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT, 0o600)
             if not self.size:
-                self._write([FILE_MAGIC], 0)
+                try:
+                    self._write([FILE_MAGIC], 0)
+                except OSError:
+                    # Open, it would be taken for one that has its beginning.
+                    self.close()
+                    raise
                 self.size = len(FILE_MAGIC)
 
     def append(self, buffers: Sequence[bytes]) -> int:

@@ -365,6 +365,23 @@ async def test_what_was_acknowledged_is_written_once_the_disk_has_room(
         assert store.retain(["p", "q"]) == []
 
 
+async def test_a_segment_that_began_on_a_full_disk_is_found_at_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One whose first bytes had no room was written without them, and held nothing for the process that came after."""
+    disk = SmallDisk(monkeypatch, tmp_path, 0)
+    async with opened(tmp_path) as store:
+        put(store, "p", data_of(1, 90 * KIB))
+        await eventually(lambda: store.stats.full)
+        disk.limit = 20 * MIB
+        await eventually(lambda: not store.stats.full)
+        await store.flush()
+        assert await store.read("p", 0, MIB) == data_of(1, 90 * KIB)
+    async with opened(tmp_path, keep=None) as store:
+        assert store.retain(["p"]) == []
+        assert await store.read("p", 0, MIB) == data_of(1, 90 * KIB)
+
+
 async def test_a_ballast_lets_owed_bytes_through_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Commits and the compaction that frees space need some space themselves."""
     SmallDisk(monkeypatch, tmp_path, 12 * MIB)
