@@ -128,9 +128,10 @@ class Controller:
     async def open_epoch(self, run_id: str, epoch: int | None) -> int:
         """Fence the trainer before: its commands are refused, its weight updates and its lend are aborted."""
         opened = self.fence.open_epoch(run_id, epoch)
-        self.book.fence()
         # Shielded: a trainer that goes away again leaves no half of it.
         await asyncio.shield(self.context.tasks.spawn("give up for a newer trainer", self._give_up()))
+        # In one turn with the answer: an epoch that was not granted before a crash can be asked for again.
+        self.book.fence()
         return opened
 
     async def _give_up(self) -> None:

@@ -89,6 +89,11 @@ class Updating:
         await self._take_out(update_id, update.touched if update else set(), slots, timeout)
         self._orphans.discard(update_id)
 
+    def _takes_part(self, update_id: str, slot: Slot) -> bool:
+        update = self._updates.open_one(update_id)
+        chosen = update is not None and (slot.replica_id in update.wave or slot.replica_id in update.remaining)
+        return chosen or slot.replica.update_id == update_id
+
     def answered(self, update: Update) -> None:
         """The trainer is being told the id of an update."""
         update.answered = True
@@ -115,8 +120,9 @@ class Updating:
         require_non_negative("weight_version", version)
         if not slots:
             raise failed_precondition("NO_REPLICA", "no replica is selected", field="selector")
-        for update_id in sorted(self._orphans & {slot.replica.update_id for slot in slots}):
-            await self._abandon(update_id, timeout)
+        for update_id in sorted(self._orphans):
+            if any(self._takes_part(update_id, slot) for slot in slots):
+                await self._abandon(update_id, timeout)
         for slot in slots:
             slot.replica.check_update(kind, version, adapter=adapter, allow_older=allow_older)
             self._refuse_member_of_another(slot)

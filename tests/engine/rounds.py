@@ -41,6 +41,7 @@ class Trainer:
         self.wave: list[str] = []
         self.known: list[str] = []
         self.at = 0
+        self.epoch = 1
 
     async def go(self) -> None:
         """Take the steps that are left."""
@@ -56,7 +57,7 @@ class Trainer:
         self.begun = await self.engine.stub.BeginWeightUpdate(
             pb.BeginWeightUpdateRequest(
                 run_id=RUN,
-                epoch=1,
+                epoch=self.epoch,
                 selector=selector,
                 weight_version=1,
                 kind=pb.UpdateKind.Value(f"UPDATE_KIND_{kind}"),
@@ -73,13 +74,13 @@ class Trainer:
         await self._begin(role("hybrid"), "ASLEEP", "hybrid", False)
 
     async def feed(self, wave_index: int) -> None:
-        moved = await move_weights(self.engine, self.begun.update_id, wave_index=wave_index, epoch=1)
+        moved = await move_weights(self.engine, self.begun.update_id, wave_index=wave_index, epoch=self.epoch)
         assert not [outcome for outcome in moved.operation.outcomes if outcome.code]
 
     async def commit(self, wave_index: int) -> None:
         request = pb.CommitWeightUpdateRequest(
             run_id=RUN,
-            epoch=1,
+            epoch=self.epoch,
             update_id=self.begun.update_id,
             acks=[pb.UpdateAck(replica_id=replica_id, ok=True) for replica_id in self.wave],
             wave_index=wave_index,
@@ -89,20 +90,20 @@ class Trainer:
         assert answer.complete == (not self.wave)
 
     async def begin_lend(self) -> None:
-        answer = await self.engine.stub.BeginLend(pb.BeginLendRequest(run_id=RUN, epoch=1, lend_id="lend"))
+        answer = await self.engine.stub.BeginLend(pb.BeginLendRequest(run_id=RUN, epoch=self.epoch, lend_id="lend"))
         assert tuple(answer.replica_ids) == HYBRID
 
     async def vacated(self) -> None:
-        assert not (await vacate(self.engine, self.begun, epoch=1)).missing
+        assert not (await vacate(self.engine, self.begun, epoch=self.epoch)).missing
 
     async def finish_lend(self) -> None:
-        request = pb.FinishLendRequest(run_id=RUN, epoch=1, lend_id="lend", weight_version=1)
+        request = pb.FinishLendRequest(run_id=RUN, epoch=self.epoch, lend_id="lend", weight_version=1)
         await self.engine.stub.FinishLend(request)
         now = await replicas(self.engine)
         assert {replica.route for replica in now.values()} == {pb.ROUTE_STATE_SERVING}
 
     async def reclaim(self) -> None:
-        await self.engine.stub.Reclaim(pb.ReclaimRequest(run_id=RUN, epoch=1))
+        await self.engine.stub.Reclaim(pb.ReclaimRequest(run_id=RUN, epoch=self.epoch))
 
 
 class Doubter(Trainer):
@@ -122,12 +123,13 @@ class Doubter(Trainer):
             self.begin_lend,
             self.begin_hybrid,
             lambda: self.feed(0),
+            self.next_epoch,
             self.abort_lend,
             self.reclaim,
         ]
 
     async def abort_update(self) -> None:
-        request = pb.AbortWeightUpdateRequest(run_id=RUN, epoch=1, update_id=self.begun.update_id)
+        request = pb.AbortWeightUpdateRequest(run_id=RUN, epoch=self.epoch, update_id=self.begun.update_id)
         await self.engine.stub.AbortWeightUpdate(request)
         now = await replicas(self.engine)
         assert now["s0"].weights == pb.WEIGHTS_STATE_HALF_UPDATED
@@ -136,7 +138,14 @@ class Doubter(Trainer):
     async def begin_again(self) -> None:
         await self._begin(role("standalone"), "AWAKE", "again", True)
 
+    async def next_epoch(self) -> None:
+        """Another trainer takes over: what this one has open is given up before it is told so."""
+        request = pb.OpenEpochRequest(run_id=RUN, epoch=2, request_id="next")
+        assert (await self.engine.stub.OpenEpoch(request)).epoch == 2
+        self.epoch = 2
+        assert not any(replica.update_id or replica.lend_id for replica in (await replicas(self.engine)).values())
+
     async def abort_lend(self) -> None:
-        await self.engine.stub.AbortLend(pb.AbortLendRequest(run_id=RUN, epoch=1, lend_id="lend"))
+        await self.engine.stub.AbortLend(pb.AbortLendRequest(run_id=RUN, epoch=self.epoch, lend_id="lend"))
         now = await replicas(self.engine)
         assert all(now[hybrid].confirmed_free for hybrid in HYBRID)
