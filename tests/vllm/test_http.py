@@ -288,6 +288,14 @@ async def test_output_is_read_as_token_ids() -> None:
     assert (body["prompt"], body["max_tokens"], body["seed"], body["logprobs"]) == ([5, 6], 10, 7, 0)
 
 
+async def test_a_request_aborted_before_its_first_token_is_aborted() -> None:
+    """The server ends its stream without a chunk that says so."""
+    server = Server()
+    surface = await connected(server)
+    server.answers["/v1/completions"] = stream("[DONE]")
+    assert [tokens async for tokens in surface.generate("a", [5], DRAW)] == [Tokens((), (), Finish.ABORT)]
+
+
 @pytest.mark.parametrize(
     ("answer", "expected"),
     [

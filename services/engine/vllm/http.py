@@ -37,6 +37,9 @@ CHECK_S: Final = 0.5
 READ_S: Final = 10.0
 """Wall seconds for reads; whoever asks usually gives up before."""
 
+DESCRIBE_S: Final = 60.0
+"""Wall seconds for /server_info, which starts programs to describe its machine when it is asked first."""
+
 ROUTES: Final = {
     calls.SLEEP: "/sleep",
     calls.WAKE_TAGS: "/wake_up",
@@ -134,7 +137,8 @@ class HttpSurface:
             offers -= {calls.WEIGHT_TRANSFER, calls.WEIGHT_SESSIONS}
 
     async def _server_config(self) -> Mapping[str, Any]:
-        answer = await self._send(self._control.get("/server_info", params={"config_format": "json"}, timeout=READ_S))
+        query = {"config_format": "json"}
+        answer = await self._send(self._control.get("/server_info", params=query, timeout=DESCRIBE_S))
         config = answer.json().get("vllm_config")
         return config if isinstance(config, dict) else {}
 
@@ -294,10 +298,14 @@ class HttpSurface:
                         continue
                     data = line.removeprefix("data:").strip()
                     if data == "[DONE]":
+                        # A request that is aborted before its first token ends without a chunk that says so.
+                        yield Tokens((), (), Finish.ABORT)
                         return
                     tokens = self._read_chunk(json.loads(data), draw.logprobs)
                     if tokens is not None:
                         yield tokens
+                        if tokens.finish is not None:
+                            return
         except httpx.TransportError as error:
             await self.check()
             why = f"{self.url} cut a stream: {type(error).__name__}"

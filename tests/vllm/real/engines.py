@@ -75,10 +75,10 @@ class Output:
 class Engine:
     """A backend, and the surface below it."""
 
-    def __init__(self, backend: VllmBackend, surface: AsyncLlmSurface) -> None:
+    def __init__(self, backend: VllmBackend, surface: Any) -> None:
         self.backend = backend
         self.surface = surface
-        self.raw = surface.engine
+        self.raw: Any = getattr(surface, "engine", None)
         self.processes: list[int] = []
         self._count = 0
 

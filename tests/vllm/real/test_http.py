@@ -57,8 +57,8 @@ async def server(models: Path) -> AsyncIterator[tuple[str, psutil.Process]]:
         family = process.children(recursive=True)
         yield url, process
     finally:
-        if process.is_running():
-            family = process.children(recursive=True)
+        # A server that a test has killed has left its children to others.
+        family = family or process.children(recursive=True)
         for one in [process, *family]:
             if one.is_running():
                 one.kill()
@@ -69,7 +69,7 @@ async def server(models: Path) -> AsyncIterator[tuple[str, psutil.Process]]:
 async def remote(server: tuple[str, psutil.Process]) -> AsyncIterator[Engine]:
     """A backend on the server."""
     backend = await open_backend(ReplicaSpec("r", Role.HYBRID, "vllm-http", server[0]), MonotonicClock())
-    yield Engine(backend, backend._surface)  # type: ignore[arg-type]
+    yield Engine(backend, backend._surface)
     await backend.close()
 
 
