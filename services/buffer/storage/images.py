@@ -27,8 +27,7 @@ from turnout.buffer.v1 import buffer_pb2 as pb
 _TRAJECTORY_STATES = by_number(TrajectoryState)
 _EVENT_KINDS = by_number(GroupEventKind)
 _GROUP_STATES = by_number(GroupState)
-_SHOWN = (GroupState.PENDING, GroupState.RUNNING, GroupState.FINISHED, GroupState.FAILED, GroupState.SAMPLED)
-_STATE_NUMBERS = {state: pb.GroupState.ValueType(state.value) for state in _SHOWN}
+_GONE = (GroupState.COMMITTED, GroupState.EVICTED)
 
 
 def write_group(image: st.GroupImage, group: Group) -> None:
@@ -36,9 +35,8 @@ def write_group(image: st.GroupImage, group: Group) -> None:
     write_prompt(image, group)
     image.longest = int64(group.longest)
     image.started_at = group.started_at
-    state = _STATE_NUMBERS.get(group.state)
-    if state is not None:
-        image.state = state
+    if group.state not in _GONE:
+        image.state = pb.GroupState.ValueType(group.state.value)
     if group.failed:
         image.failed = True
         image.error = group.error
