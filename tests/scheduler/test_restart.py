@@ -16,6 +16,7 @@ from services.runtime.journal import JournalOptions
 from services.runtime.journal.database import Database
 from services.scheduler import service as service_module
 from services.scheduler.domain import events
+from services.scheduler.engine_peer import EnginePeer
 from services.scheduler.service import SchedulerService
 from services.scheduler.settings import SchedulerSettings
 from services.scheduler.storage import policy_image
@@ -95,6 +96,29 @@ async def test_every_answer_is_given_again_after_a_restart(tmp_path: Path) -> No
         kinds = [event.WhichOneof("event") for event in await trainer.events()]
         assert kinds.count("step_ended") == kinds.count("step_began") == 1
         assert kinds.count("lend_done") == 2
+
+
+async def test_an_opening_that_broke_off_half_way_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two beginnings of one run in one journal could not be read back."""
+    begin_lend, broken = EnginePeer.begin_lend, [RuntimeError("injected")]
+
+    async def breaking(self: EnginePeer, epoch: int, lend_id: str, *, keep_sessions: bool) -> tuple[str, ...]:
+        if broken:
+            raise broken.pop()
+        return await begin_lend(self, epoch, lend_id, keep_sessions=keep_sessions)
+
+    monkeypatch.setattr(EnginePeer, "begin_lend", breaking)
+    async with world(data_dir=tmp_path) as w:
+        assert (await error_of(w.open())).code is Code.INTERNAL
+        assert (await error_of(w.stub.GetRun(pb.GetRunRequest(run_id="run")))).reason == "RUN_NOT_FOUND"
+        trainer = await w.trainer()
+        told = await trainer.events()
+        await w.restart()
+        assert (await trainer.events())[: len(told)] == told
+        assert told[0].run_opened.epoch == trainer.epoch
+        assert (await settled(w)).mode == events_pb2.MODE_ROLLOUT
 
 
 async def test_closed_runs_stay_closed_and_hold_nothing(tmp_path: Path) -> None:

@@ -70,8 +70,9 @@ class Book:
 
     def _take_saved(self, record: st.Record) -> None:
         kept = self._checkpoints.of(self.hosted.run.run_id)
-        for checkpoint_id in kept.keys() - self._saved:
-            state = kept[checkpoint_id]
+        for checkpoint_id, state in kept.items():
+            if checkpoint_id in self._saved:
+                continue
             record.saved.add(
                 checkpoint_id=checkpoint_id, step=state.step, policy_image=policy_image.write(state.knowledge)
             )

@@ -71,10 +71,15 @@ class Keeper:
     def follow(self, hosted: HostedRun) -> None:
         """Keep this run from now on, in place of the one of its id that was kept before."""
         run_id = hosted.run.run_id
-        if run_id in self._books:
-            self._books[run_id].hosted = hosted
-        else:
+        book = self._books.get(run_id)
+        if book is not None and book.hosted.run is not hosted.run:
+            # An opening that broke off half-way left it, and nobody has heard of it.
+            self.forget(run_id)
+            book = None
+        if book is None:
             self._enter(Book(hosted, self._registry.checkpoints))
+        else:
+            book.hosted = hosted
         self._note(self._books[run_id])
 
     def _enter(self, book: Book) -> None:
