@@ -10,6 +10,7 @@ import pytest
 from services.engine.domain.engine_state import NATIVE_RELEASE
 from services.engine.domain.spec import ALL_CACHES, KV_CACHE, WEIGHTS, Cache, PauseMode, Weights
 from services.engine.vllm import surface as calls
+from services.engine.vllm.surface import Reading
 from services.runtime.errors import TurnoutError
 from tests.vllm.fake import EVERYTHING, FakeSurface, backend_on
 
@@ -191,3 +192,24 @@ async def test_h33_a_single_shard_cannot_be_called() -> None:
     with refused("INVALID_ARGUMENT", "INVALID_ARGUMENT"):
         await backend_on(surface).collective_rpc("reload_weights", "", 1, 5)
     assert surface.calls == []
+
+
+async def test_a_reading_that_a_call_overtook_is_dropped() -> None:
+    """It tells of an engine that was still running; the pause is what happened last."""
+    surface = FakeSurface()
+    backend = backend_on(surface)
+    asked, answer = asyncio.Event(), asyncio.Event()
+    ask = surface.read
+
+    async def late() -> Reading:
+        reading = await ask()
+        asked.set()
+        await answer.wait()
+        return reading
+
+    surface.read = late  # type: ignore[method-assign]
+    probing = asyncio.create_task(backend.probe())
+    await asked.wait()
+    await backend.pause(PauseMode.ABORT, True, 5)
+    answer.set()
+    assert (await probing).paused

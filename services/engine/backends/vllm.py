@@ -60,7 +60,6 @@ class VllmBackend:
         self._movers = Movers(spec.replica_id, surface, spool)
         self._requests = Requests(spec.replica_id, surface, clock)
         self._memory: int | None = None
-        self._adapter_version: int | None = None
         self._new_version = 0
         self._update_id = ""
         self._before_update = self._state.weights
@@ -77,10 +76,12 @@ class VllmBackend:
                 f"{self._line.busy} of {self._spec.replica_id} should have ended",
                 replica_id=self._spec.replica_id,
             )
-        # An engine that carries out a call answers nothing else; what was known before then has to do.
+        # An engine that carries out a call answers nothing else; what was known before then has to do. So has it if a
+        # call came in between, since the reading may be older than what it did.
         if not self._line.busy:
+            begun = self._line.begun
             reading = await self._surface.read()
-            if not self._line.busy:
+            if self._line.begun == begun:
                 self._take_over(reading)
                 return self._tell(reading.unfinished)
         return self._tell(self._requests.live)
@@ -97,7 +98,6 @@ class VllmBackend:
             capabilities=self._capabilities(),
             weights=state.weights,
             weight_version=state.version,
-            adapter_version=self._adapter_version,
             memory_bytes=self._memory,
             incarnation=self._surface.incarnation,
         )

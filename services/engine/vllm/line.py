@@ -30,6 +30,8 @@ class Line:
         self._what = ""
         self._lock = asyncio.Lock()
         self._given_up = False
+        self.begun = 0
+        """How many calls have begun."""
 
     @property
     def busy(self) -> str:
@@ -60,6 +62,7 @@ class Line:
             # Whoever gives up does not look at how it ends.
             task.add_done_callback(_retrieve)
             self._running, self._what, self._given_up = task, what, False
+            self.begun += 1
             try:
                 if not await self._ended(until):
                     raise deadline_exceeded(

@@ -158,3 +158,15 @@ async def test_h32_racing_wakes_and_resumes(engine: Engine) -> None:
     calls = [engine.backend.wake_up(["kv_cache"], 30) if i % 2 else resume() for i in range(50)]
     await asyncio.gather(*calls)
     assert (await engine.generate(5)).finish is Finish.LENGTH
+
+
+async def test_h37_control_calls_are_not_queued_behind_requests(engine: Engine) -> None:
+    """Forty long requests, of which the engine runs eight: probes and a pause pass them all."""
+    running = [asyncio.create_task(engine.generate(500)) for _ in range(40)]
+    async with asyncio.timeout(60):
+        while (await engine.backend.progress()).running < 8:  # noqa: ASYNC110 - it has no event
+            await asyncio.sleep(0.01)
+    assert (await engine.backend.probe()).running == 40
+    await engine.backend.pause(PauseMode.ABORT, True, 10)
+    outputs = await asyncio.gather(*running)
+    assert {output.finish for output in outputs} == {Finish.ABORT}, "none had the time to end by itself"
