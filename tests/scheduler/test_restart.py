@@ -366,6 +366,25 @@ async def test_the_journal_of_a_long_run_stays_bounded(tmp_path: Path, monkeypat
         assert (await trainer.begin(1)).mode == events_pb2.MODE_TRAINER
 
 
+async def test_an_event_costs_the_same_on_disk_however_many_replicas_there_are(tmp_path: Path) -> None:
+    """Groups finish by the thousand; with each of them the names of all replicas would be written anew."""
+    async with world(hybrids=64, data_dir=tmp_path) as w:
+        await w.trainer()
+        hosted, keeper = service_of(w).registry.get("run"), service_of(w).keeper
+        assert keeper is not None
+        journal = keeper.journal
+        assert journal is not None
+        await hosted.durable()
+        before = journal.stats.log_bytes
+        for number in range(100):
+            hosted.following.next_group_event = number
+            hosted.run.record(events.GroupLeft(f"g{number}", events.GroupExit.COMMITTED), hosted.moment)
+            await hosted.durable()
+        assert journal.stats.log_bytes - before < 100 * 150
+        await w.restart()
+        assert len(service_of(w).registry.get("run").run.modes.hybrids) == 64
+
+
 async def test_two_schedulers_on_one_directory_are_refused(tmp_path: Path) -> None:
     """Two that lend the same GPUs would each be right by its own memory."""
     async with world(data_dir=tmp_path) as w:

@@ -22,6 +22,8 @@ class Holdings:
 
     def __init__(self) -> None:
         self._holders: dict[Gpu, str] = {}
+        self.revision = 0
+        """Changes with every change of who holds what."""
 
     def claim(self, run_id: str, gpus: Iterable[Gpu]) -> None:
         """Let `run_id` hold exactly `gpus`. Raises FAILED_PRECONDITION / GPU_HELD, naming GPU and holder."""
@@ -37,6 +39,8 @@ class Holdings:
                     held_by=holder,
                     run_id=run_id,
                 )
+        if wanted == self.of(run_id):
+            return
         self.release(run_id)
         self._holders.update(dict.fromkeys(wanted, run_id))
 
@@ -46,4 +50,5 @@ class Holdings:
 
     def release(self, run_id: str) -> None:
         """`run_id` holds nothing any more."""
+        self.revision += 1
         self._holders = {gpu: holder for gpu, holder in self._holders.items() if holder != run_id}

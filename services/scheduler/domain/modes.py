@@ -17,6 +17,8 @@ class Modes:
         self._intent = Mode.TRAINER
         self._stuck = ""
         self._free: dict[str, bool] = {}
+        self.revision = 0
+        """Changes with every change of which hybrids there are."""
         self.incarnation = ""
         """Incarnation of the controller that was seen last, empty before the first."""
 
@@ -75,6 +77,7 @@ class Modes:
     def saw(self, incarnation: str, hybrids: Mapping[str, bool]) -> None:
         """All hybrid replicas as the controller knows them: whether each is confirmed free."""
         self.incarnation = incarnation
+        self.revision += hybrids.keys() != self._free.keys()
         self._free = dict(hybrids)
 
     def restarted(self, incarnation: str) -> None:

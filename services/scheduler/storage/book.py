@@ -16,7 +16,7 @@ from services.scheduler.domain.calls import CallKey
 from services.scheduler.domain.events import RequestProgress, RunEvent
 from services.scheduler.hosted import HostedRun
 from services.scheduler.storage import policy_image
-from services.scheduler.storage.images import following_of, key_to, state_of
+from services.scheduler.storage.images import following_of, key_to, places_of, state_of
 from turnout.scheduler.storage.v1 import storage_pb2 as st
 from turnout.scheduler.v1 import scheduler_pb2
 
@@ -34,6 +34,8 @@ class Book:
         self._saved = set(saved)
         self._state = b""
         self._following = b""
+        self._places = b""
+        self._places_seen: tuple[object, ...] = ()
         self._opened = (b"", b"")
 
     def record(self) -> st.Record | None:
@@ -67,6 +69,19 @@ class Book:
         if encoded != self._following:
             self._following = encoded
             record.following.CopyFrom(following)
+        self._take_places(record)
+
+    def _take_places(self, record: st.Record) -> None:
+        # Large where there are many replicas, and looked at for each event that is taken down.
+        seen = (self.hosted.run.modes.revision, self.hosted.tools.holdings.revision)
+        if seen == self._places_seen:
+            return
+        self._places_seen = seen
+        places = places_of(self.hosted)
+        encoded = places.SerializeToString(deterministic=True)
+        if encoded != self._places:
+            self._places = encoded
+            record.places.CopyFrom(places)
 
     def _take_saved(self, record: st.Record) -> None:
         kept = self._checkpoints.of(self.hosted.run.run_id)
@@ -91,6 +106,7 @@ class Book:
             image.closed_lends.add(lend_id=lend_id, cost_seconds=cost_s)
         image.record.state.CopyFrom(state_of(self.hosted))
         image.record.following.CopyFrom(following_of(self.hosted))
+        image.record.places.CopyFrom(places_of(self.hosted))
         image.record.opened.request, image.record.opened.response = self.hosted.opening, self.hosted.answered
         image.record.answers.extend(_answer(*answer) for answer in run.order.answers())
         for checkpoint_id, state in self._checkpoints.of(run.run_id).items():

@@ -108,14 +108,19 @@ def _undertaking_to(undertaking: Undertaking) -> st.Undertaking:
 
 
 def following_of(hosted: HostedRun) -> st.Following:
-    """How far a run's peers were followed, and which GPUs it holds."""
-    following, run = hosted.following, hosted.run
-    message = st.Following(
+    """How far a run's peers were followed."""
+    following = hosted.following
+    return st.Following(
         next_group_event=following.next_group_event,
         last_replica=following.last_replica,
         topology=None if following.topology is None else happening_to_proto(following.topology),
-        hybrids=run.modes.hybrids,
     )
+
+
+def places_of(hosted: HostedRun) -> st.Places:
+    """Which hybrids a run has, and which GPUs it holds."""
+    run = hosted.run
+    message = st.Places(hybrids=run.modes.hybrids)
     for gpu in sorted(hosted.tools.holdings.of(run.run_id)):
         message.held.add(node=gpu.node, uuid=gpu.uuid)
     return message
@@ -129,7 +134,7 @@ def key_from(message: st.CallKey) -> CallKey:
     return CallKey(Call(message.call), message.step, message.mini_batch, message.attempt, message.lend_id)
 
 
-def restore_run(run: Run, state: st.RunState, following: st.Following) -> None:
+def restore_run(run: Run, state: st.RunState, places: st.Places) -> None:
     """Let a new run be where `state` says. Events, answers and lends that are over are put back apart."""
     run.epoch = state.epoch
     run.is_open = state.open
@@ -137,7 +142,7 @@ def restore_run(run: Run, state: st.RunState, following: st.Following) -> None:
     run.opened_wall = state.opened_wall
     run.origin = state.origin_at
     run.pending = RunConfig.of_json(state.next_config_json) if state.next_config_json else None
-    run.modes.restore(Mode(state.intent), state.stuck_reason, following.hybrids)
+    run.modes.restore(Mode(state.intent), state.stuck_reason, places.hybrids)
     run.lends.restore(_lend_from(state.lend) if state.HasField("lend") else None, state.lends)
     run.unfinished_lend = state.unfinished_lend
     run.served = state.served
@@ -210,6 +215,6 @@ def following_from(message: st.Following) -> Following:
     return Following(next_event, message.last_replica, topology)
 
 
-def held_from(message: st.Following) -> list[Gpu]:
+def held_from(message: st.Places) -> list[Gpu]:
     """The GPUs that a run held."""
     return [Gpu(gpu.node, gpu.uuid) for gpu in message.held]

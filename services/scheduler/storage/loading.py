@@ -41,6 +41,7 @@ class LoadedRun:
         self.learner: Learner | None = None
         self.state = st.RunState()
         self.following = st.Following()
+        self.places = st.Places()
         self.opened = st.Opened()
         self.answers: OrderedDict[bytes, st.Answer] = OrderedDict()
         """By encoded key, the oldest first."""
@@ -59,6 +60,8 @@ class LoadedRun:
             self.state = record.state
         if record.HasField("following"):
             self.following = record.following
+        if record.HasField("places"):
+            self.places = record.places
         if record.HasField("opened"):
             self.opened = record.opened
         for answer in record.answers:

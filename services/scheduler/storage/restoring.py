@@ -42,7 +42,7 @@ def _restored(
     run = Run(loaded.run_id, config, create, tools.settings.event_history, tools.clock.scale, moment)
     run.log = loaded.log
     run.learner = loaded.learner
-    restore_run(run, state, loaded.following)
+    restore_run(run, state, loaded.places)
     for lend_id, cost_s in loaded.closed_lends.items():
         run.lends.close(lend_id, cost_s)
     for answer in loaded.answers.values():
@@ -55,7 +55,7 @@ def _restored(
     if state.HasField("undertaking"):
         hosted.undertaking = undertaking_from(state.undertaking)
     if run.is_open:
-        tools.holdings.claim(run.run_id, held_from(loaded.following))
+        tools.holdings.claim(run.run_id, held_from(loaded.places))
     if not hosted.answered:
         run.lease.lapse()
         return hosted, opening, None

@@ -412,8 +412,6 @@ class Following(google.protobuf.message.Message):
     NEXT_GROUP_EVENT_FIELD_NUMBER: builtins.int
     LAST_REPLICA_FIELD_NUMBER: builtins.int
     TOPOLOGY_FIELD_NUMBER: builtins.int
-    HYBRIDS_FIELD_NUMBER: builtins.int
-    HELD_FIELD_NUMBER: builtins.int
     next_group_event: builtins.int
     """Group event that comes next, unset: whatever comes."""
     last_replica: builtins.str
@@ -422,6 +420,27 @@ class Following(google.protobuf.message.Message):
     def topology(self) -> turnout.scheduler.v1.events_pb2.TopologyChanged:
         """Replicas as they were told last."""
 
+    def __init__(
+        self,
+        *,
+        next_group_event: builtins.int | None = ...,
+        last_replica: builtins.str = ...,
+        topology: turnout.scheduler.v1.events_pb2.TopologyChanged | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_next_group_event", b"_next_group_event", "next_group_event", b"next_group_event", "topology", b"topology"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_next_group_event", b"_next_group_event", "last_replica", b"last_replica", "next_group_event", b"next_group_event", "topology", b"topology"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_next_group_event", b"_next_group_event"]) -> typing.Literal["next_group_event"] | None: ...
+
+Global___Following: typing_extensions.TypeAlias = Following
+
+@typing.final
+class Places(google.protobuf.message.Message):
+    """Places is what can be lent."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HYBRIDS_FIELD_NUMBER: builtins.int
+    HELD_FIELD_NUMBER: builtins.int
     @property
     def hybrids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Hybrid replicas, by id."""
@@ -433,17 +452,12 @@ class Following(google.protobuf.message.Message):
     def __init__(
         self,
         *,
-        next_group_event: builtins.int | None = ...,
-        last_replica: builtins.str = ...,
-        topology: turnout.scheduler.v1.events_pb2.TopologyChanged | None = ...,
         hybrids: collections.abc.Iterable[builtins.str] | None = ...,
         held: collections.abc.Iterable[turnout.engine.v1.engine_pb2.Gpu] | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_next_group_event", b"_next_group_event", "next_group_event", b"next_group_event", "topology", b"topology"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_next_group_event", b"_next_group_event", "held", b"held", "hybrids", b"hybrids", "last_replica", b"last_replica", "next_group_event", b"next_group_event", "topology", b"topology"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["_next_group_event", b"_next_group_event"]) -> typing.Literal["next_group_event"] | None: ...
+    def ClearField(self, field_name: typing.Literal["held", b"held", "hybrids", b"hybrids"]) -> None: ...
 
-Global___Following: typing_extensions.TypeAlias = Following
+Global___Places: typing_extensions.TypeAlias = Places
 
 @typing.final
 class Opened(google.protobuf.message.Message):
@@ -560,6 +574,7 @@ class Record(google.protobuf.message.Message):
     OPENED_FIELD_NUMBER: builtins.int
     ANSWERS_FIELD_NUMBER: builtins.int
     SAVED_FIELD_NUMBER: builtins.int
+    PLACES_FIELD_NUMBER: builtins.int
     now: builtins.float
     """When, domain seconds."""
     forgotten: builtins.bool
@@ -588,6 +603,10 @@ class Record(google.protobuf.message.Message):
     def saved(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SavedState]:
         """What Save kept."""
 
+    @property
+    def places(self) -> Global___Places:
+        """What can be lent."""
+
     def __init__(
         self,
         *,
@@ -599,9 +618,10 @@ class Record(google.protobuf.message.Message):
         opened: Global___Opened | None = ...,
         answers: collections.abc.Iterable[Global___Answer] | None = ...,
         saved: collections.abc.Iterable[Global___SavedState] | None = ...,
+        places: Global___Places | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["following", b"following", "opened", b"opened", "state", b"state"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["answers", b"answers", "events", b"events", "following", b"following", "forgotten", b"forgotten", "now", b"now", "opened", b"opened", "saved", b"saved", "state", b"state"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["following", b"following", "opened", b"opened", "places", b"places", "state", b"state"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["answers", b"answers", "events", b"events", "following", b"following", "forgotten", b"forgotten", "now", b"now", "opened", b"opened", "places", b"places", "saved", b"saved", "state", b"state"]) -> None: ...
 
 Global___Record: typing_extensions.TypeAlias = Record
 
