@@ -298,7 +298,7 @@ class Trainer:
                 return False
             except TurnoutError as error:
                 if not is_outage(error):
-                    self._errand.wrong(f"reading {wanted[received]} ended {error}")
+                    self._errand.wrong(f"reading {wanted[received:]} ended {error} {error.metadata}")
                     return True
                 time.sleep(PAUSE_S)
         return True
