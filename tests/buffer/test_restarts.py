@@ -337,6 +337,26 @@ async def test_parked_calls_end_so_that_they_are_repeated_on_what_was_restored(t
         assert {(await call).code for call in parked} == {Code.UNAVAILABLE}
 
 
+async def test_a_payload_without_bytes_survives_a_snapshot_and_a_restore(tmp_path: Path) -> None:
+    """Its reference was given out after a restart, and reading it was refused as if it were of another group."""
+    async with running_buffer(data_dir=tmp_path) as buffer:
+        caller = buffer.caller()
+        await caller.create(size=1)
+        await caller.add("g")
+        (claim,) = await caller.claim()
+        await caller.finish_claim(claim, output(1.0, 1, 0, b""))
+        await caller.checkpoint("s")
+        await keeper_of(buffer).snapshot()
+    async with running_buffer(data_dir=tmp_path) as buffer:
+        caller = buffer.caller()
+        for restore in (False, True):
+            if restore:
+                await caller.restore("s")
+            told = await caller.sample(1)
+            ref = told.groups[0].trajectories[0].outputs[0].payload.ref
+            assert await caller.get(ref, lease_id=told.done.lease_id) == [b""]
+
+
 async def test_a_download_that_a_restore_overtakes_may_be_repeated(tmp_path: Path) -> None:
     """Told that its run does not exist, a worker gives up on a run that is there."""
     data = bytes(32 << 20)

@@ -51,9 +51,9 @@ def write_group(image: st.GroupImage, group: Group) -> None:
         image.reissued.extend(group.reissued())
         return
     image.results = group.results
-    if group.small_bytes:
-        image.small_bytes = group.small_bytes
-        image.small = group.small
+    # Payloads without a byte are payloads, too: their number of bytes says nothing.
+    image.small_bytes = group.small_bytes
+    image.small = group.small
     image.versions.extend(chain.from_iterable(group.versions))
     for index, trajectory in group.odd.items():
         write_trajectory(image.odd[index], trajectory)
