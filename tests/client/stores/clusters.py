@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,10 @@ def cluster(num_cpus: int) -> Iterator[str]:
     """Start a cluster that listens on loopback alone, join it, and end it with everything in it; yields its address."""
     import ray
 
+    # Ray's logs and sockets; the names of sockets must be short.
+    directory = tempfile.mkdtemp(prefix="ray-")
     context: Any = ray.init(
+        _temp_dir=directory,
         num_cpus=num_cpus,
         num_gpus=0,
         include_dashboard=False,
@@ -32,6 +37,7 @@ def cluster(num_cpus: int) -> Iterator[str]:
         yield context.address_info["address"]
     finally:
         ray.shutdown()
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def killed_producer(address: str, store: str, target: str, *group_ids: str) -> None:
