@@ -115,6 +115,19 @@ async def test_a_snapshot_holds_all_that_was_known(tmp_path: Path) -> None:
         assert knowledge(buffer.desk.memory) == again
 
 
+async def test_no_snapshot_is_taken_of_a_log_that_is_short_by_now(tmp_path: Path) -> None:
+    """All through a snapshot the log is as long as before it, so each was followed at once by a second one."""
+    async with running_buffer(data_dir=tmp_path) as buffer:
+        await busy(buffer.caller())
+        journal = buffer.desk.journal
+        assert journal is not None
+        assert not journal.compaction_due
+        buffer.desk.compaction_due.set()
+        await asyncio.sleep(0.2)
+        assert not buffer.desk.compaction_due.is_set()
+        assert journal.snapshot_position == 0
+
+
 class Disk:
     """A disk that can be told to refuse what the journal writes."""
 

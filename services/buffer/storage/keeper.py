@@ -162,6 +162,9 @@ class Keeper:
         while True:
             await desk.compaction_due.wait()
             desk.compaction_due.clear()
+            # It was asked for all through the last snapshot, since the log is as long until that is there.
+            if self._journal is not None and not self._journal.compaction_due:
+                continue
             begun = time.perf_counter()
             try:
                 await self.snapshot()

@@ -161,20 +161,29 @@ def group_to(partition: Partition, group: Group) -> pb.Group:
 
 
 def event_to(event: GroupEvent) -> pb.GroupEvent:
-    """One thing that happened to one group."""
-    return pb.GroupEvent(
+    """One thing that happened to one group; written for every kept event of a snapshot, so only what is there is."""
+    message = pb.GroupEvent(
         sequence=event.sequence,
-        time=timestamp(event.wall),
         kind=pb.GroupEventKind.ValueType(event.kind.value),
         partition=event.partition,
         group_id=event.group_id,
         index=event.index,
         born_step=int64(event.born),
-        lengths=[int64(length) for length in event.lengths],
-        replica_id=event.replica_id,
-        reasons=[pb.EvictionReason.ValueType(reason.value) for reason in event.reasons],
-        trajectories=event.trajectories,
-        attempt=event.attempt,
-        done=event.done,
-        engine_request_id=event.engine_request_id,
     )
+    time = message.time
+    time.seconds, time.nanos = divmod(round(event.wall * 1e9), 1_000_000_000)
+    if event.lengths:
+        message.lengths.extend([int64(length) for length in event.lengths])
+    if event.replica_id:
+        message.replica_id = event.replica_id
+    if event.reasons:
+        message.reasons.extend([pb.EvictionReason.ValueType(reason.value) for reason in event.reasons])
+    if event.trajectories:
+        message.trajectories = event.trajectories
+    if event.attempt:
+        message.attempt = event.attempt
+    if event.done is not None:
+        message.done = event.done
+    if event.engine_request_id:
+        message.engine_request_id = event.engine_request_id
+    return message
