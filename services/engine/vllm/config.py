@@ -22,7 +22,11 @@ CPU_ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",
 }
 
-ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1"}
+ENVIRONMENT = {
+    "VLLM_NO_USAGE_STATS": "1",
+    # A service's stdout is for the lines that scripts read.
+    "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+}
 
 
 class VllmConfig(BaseModel):
