@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
 from contextlib import aclosing
 from types import CoroutineType
 from typing import Any, Final, Protocol, TypeAlias, TypeVar
@@ -175,7 +175,7 @@ class Handlers(grpc.GenericRpcHandler):
                 metrics.ended(began, ended or _code_name(context))
                 self._in_flight.leave(task)
 
-        return _wrapped(handler, around)
+        return _wrapped(handler, around, _send_whole if infrastructure else _send)
 
     async def _failed(self, context: Context, method: str, task: asyncio.Task[Any], error: BaseException) -> None:
         """End a call with the status that its error stands for; returns if the error itself ends it."""
@@ -222,7 +222,23 @@ class _Around(Protocol):
     async def __call__(self, serve: Callable[[A, Context], Awaitable[R]], asked: A, context: Context) -> R: ...
 
 
-def _wrapped(handler: Handler, around: _Around) -> Handler:
+async def _send(context: Context, message: bytes) -> None:
+    await context.write(message)
+
+
+async def _send_whole(context: Context, message: bytes) -> None:
+    """Send a message that an end of the call does not interrupt: gRPC takes no status while one is on its way."""
+    sending = asyncio.ensure_future(context.write(message))
+    try:
+        await asyncio.shield(sending)
+    except asyncio.CancelledError:
+        await asyncio.wait([sending], timeout=_LAST_WORDS_S)
+        sending.cancel()
+        await asyncio.gather(sending, return_exceptions=True)
+        raise
+
+
+def _wrapped(handler: Handler, around: _Around, send: Callable[[Context, bytes], Coroutine[Any, Any, None]]) -> Handler:
     parse, write = handler.request_deserializer, handler.response_serializer
     behavior = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
     if getattr(behavior, "takes_bytes", False):
@@ -252,7 +268,7 @@ def _wrapped(handler: Handler, around: _Around) -> Handler:
         async with aclosing(stream):
             async for message in stream:
                 try:
-                    await context.write(encode(message))
+                    await send(context, encode(message))
                 except grpc.aio.InternalError as error:
                     raise _PeerGoneError from error
 

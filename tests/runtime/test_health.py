@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any, cast
 
+import grpc
 import grpc.aio
 import pytest
 from grpc_channelz.v1 import channelz_pb2, channelz_pb2_grpc
@@ -12,7 +15,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from services.runtime.errors import Code
+from services.runtime.handlers import Handlers, InFlight
 from services.runtime.host import ServiceHost
+from services.runtime.metrics import CallMetrics, new_registry
 from services.runtime.statuses import from_rpc_error
 from tests.runtime.helpers import SERVICE, Caller, Probe, probe_host
 
@@ -93,6 +98,44 @@ async def test_h61_watchers_hear_the_stop_and_do_not_delay_it() -> None:
         while (message := await watch.read()) is not grpc.aio.EOF:
             seen.append(message.status)
     assert seen == [Response.SERVING, Response.NOT_SERVING]
+
+
+async def test_a_call_that_is_ended_while_it_sends_gets_its_status() -> None:
+    """gRPC takes no status while a message is on its way: the call would stay open, and the stop with it."""
+    sent = asyncio.Event()
+    told: list[str] = []
+
+    class Slow:
+        """A context whose messages take a moment to leave."""
+
+        def code(self) -> None:
+            return None
+
+        async def write(self, message: bytes) -> None:
+            sent.set()
+            await asyncio.sleep(0.05)
+            told.append("message")
+
+        async def abort_with_status(self, status: Any) -> None:
+            told.append(status.code.name)
+            raise grpc.aio.AbortError
+
+    async def one(request: bytes, context: Any) -> AsyncIterator[bytes]:
+        yield request
+
+    in_flight = InFlight()
+    handlers = Handlers(name="probe", in_flight=in_flight, metrics=CallMetrics(new_registry()))
+    method: grpc.RpcMethodHandler[bytes, bytes] = grpc.unary_stream_rpc_method_handler(one)
+    handlers.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("grpc.probe", {"One": method})])
+
+    details = SimpleNamespace(method="/grpc.probe/One")
+    handler: Any = handlers.service(cast(grpc.HandlerCallDetails, details))
+    call = asyncio.ensure_future(handler.unary_stream(b"x", Slow()))
+    await sent.wait()
+    await in_flight.end_infrastructure()
+    with pytest.raises(grpc.aio.AbortError):
+        await call
+    assert told == ["message", "UNAVAILABLE"]
 
 
 async def _services(host: ServiceHost) -> set[str]:
