@@ -12,6 +12,7 @@ from services.engine.domain.requests import Finish
 from services.engine.domain.spec import ReplicaSpec, Role
 from services.engine.vllm import surface as calls
 from services.engine.vllm.async_llm import METHODS
+from services.engine.vllm.residency import TAGS
 from services.engine.vllm.surface import Draw, Reading, Tokens
 from services.runtime.clock import MonotonicClock
 from services.runtime.errors import aborted
@@ -25,6 +26,8 @@ class FakeSurface:
     vocabulary: int | None = 1000
     longest: int | None = 100
     text_only = True
+    tags = TAGS
+    schedules_when_awake = True
     incarnation = "fake"
 
     def __init__(self, offers: frozenset[str] = EVERYTHING) -> None:
@@ -116,6 +119,9 @@ class FakeSurface:
         await self._call(f"collective_rpc {method}")
         self.infos.append(dict(kwargs))
         return [None]
+
+    async def reload_weights(self, path: str) -> None:
+        await self.collective_rpc("reload_weights", (), {"weights_path": path})
 
     async def init_transfer(self, info: Mapping[str, Any]) -> None:
         await self._call("init_transfer")

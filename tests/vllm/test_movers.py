@@ -123,7 +123,7 @@ async def test_an_engine_without_the_transfer_api_says_so() -> None:
     surface = FakeSurface(EVERYTHING - {calls.WEIGHT_TRANSFER})
     backend = backend_on(surface)
     await backend.start_weight_update("u", 3, False, 5)
-    with pytest.raises(TurnoutError, match="weight_transfer_config"):
+    with pytest.raises(TurnoutError, match="mover transfer"):
         await backend.update_weights(0, text(mover="transfer", update={}), chunks(), 5)
     assert (await backend.probe()).weights is Weights.INTACT
     await backend.update_weights(0, text(mover="reload", path="/model"), chunks(), 5)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from services.engine.backends import vllm_http, vllm_inproc
+from services.engine.backends import sglang_http, vllm_http, vllm_inproc
 from services.engine.backends.agent import Agents
 from services.engine.backends.base import Backend
 from services.engine.domain.spec import ReplicaSpec
@@ -18,7 +18,7 @@ from services.engine.settings import EngineSettings
 from services.runtime.clock import Clock
 from services.runtime.errors import invalid_argument
 
-BACKENDS = ("agent", "reference", "vllm-http", "vllm-inproc")
+BACKENDS = ("agent", "reference", "sglang-http", "vllm-http", "vllm-inproc")
 
 
 class Backends:
@@ -46,6 +46,8 @@ class Backends:
         match spec.backend:
             case "agent":
                 return await self._agents.open(spec)
+            case "sglang-http":
+                return await sglang_http.open_backend(spec, self._clock)
             case "vllm-http":
                 return await vllm_http.open_backend(spec, self._clock)
             case "vllm-inproc":

@@ -1,4 +1,4 @@
-"""vLLM behind a backend: the safety that vLLM does not give, whichever way its calls travel.
+"""An engine with the calls of vLLM behind a backend: the safety that it does not give, however its calls travel.
 
 Invariants: control calls go one after the other and none overtakes one that was given up; what `Residency` refuses
 never reaches the engine; "wait" is waited for here, since vLLM cannot take a wait back; a sleep counts only if the
@@ -20,7 +20,7 @@ from services.engine.vllm import surface as calls
 from services.engine.vllm.line import Line
 from services.engine.vllm.movers import Movers
 from services.engine.vllm.requests import Requests
-from services.engine.vllm.residency import TAGS, Residency
+from services.engine.vllm.residency import Residency
 from services.engine.vllm.surface import Reading, Surface
 from services.runtime.clock import Clock
 from services.runtime.errors import TurnoutError, aborted, deadline_exceeded, failed_precondition, invalid_argument
@@ -33,6 +33,9 @@ DRAIN_LOOK_S: Final = 0.02
 FREED_SHARE: Final = 0.01
 """A sleep that gave back less than this share of what its tags held did nothing: an engine without sleep mode says
 yes all the same. Small, since other processes of the device come and go meanwhile."""
+
+LOSING_LEVEL: Final = 2
+"""The sleep level that throws weights away."""
 
 NEEDED: Final = frozenset({calls.PAUSE, calls.PAUSE_MODE})
 """Without these an engine cannot be stopped safely (vLLM before 0.18)."""
@@ -54,6 +57,7 @@ class VllmBackend:
         self._line = Line(spec.replica_id, surface.check)
         self._state = Residency(
             spec.replica_id,
+            surface.tags,
             version=spec.weight_version or 0,
             weights=Weights.INTACT if spec.weights_loaded else Weights.DISCARDED,
         )
@@ -89,7 +93,7 @@ class VllmBackend:
     def _tell(self, unfinished: int) -> EngineState:
         state = self._state
         return EngineState(
-            declared_tags=TAGS,
+            declared_tags=state.tags,
             resident_tags=state.resident,
             sleep_level=state.level,
             paused=state.paused,
@@ -107,7 +111,7 @@ class VllmBackend:
         state = self._state
         self._memory = reading.memory_bytes
         if reading.asleep is False and (state.asleep or state.paused):
-            state.woke(TAGS)
+            state.woke(state.tags)
             state.started()
         elif reading.asleep_tags and not state.asleep:
             state.found_asleep(reading.asleep_tags, reading.sleep_level)
@@ -123,6 +127,8 @@ class VllmBackend:
         if told.isdecimal() and int(told) != state.version and not state.updating:
             # Whoever gave it other weights did not empty its caches; before the first reading there are no others.
             state.version, state.cache_stale = int(told), state.cache_stale or self._read_before
+        if reading.sleep_level == LOSING_LEVEL and not self._read_before:
+            state.weights = Weights.DISCARDED
         self._doubtful, self._read_before = False, True
 
     def _capabilities(self) -> frozenset[str]:
@@ -170,16 +176,16 @@ class VllmBackend:
                 # Its trainer is taken off it: what was moved counts for nothing.
                 await self._abandon()
             self._need(calls.SLEEP, "it was started without sleep mode, so a sleep would free nothing")
-            if self._state.asleep == {WEIGHTS}:
+            if self._surface.schedules_when_awake and self._state.asleep == {WEIGHTS}:
                 # vLLM takes an engine without weights for asleep, and would leave its KV memory where it is.
                 await self._surface.wake_up(None)
                 self._state.woke(frozenset({WEIGHTS}))
-            before = None if self._state.asleep == TAGS else await self._surface.read()
+            before = None if self._state.asleep == self._state.tags else await self._surface.read()
             kept = self._state.paused and self._state.pause_mode is PauseMode.KEEP
-            deeper = self._state.level == 1 and level == 2 and self._state.asleep == TAGS
+            deeper = self._state.level == 1 and level == 2 and self._state.asleep == self._state.tags
             if deeper:
                 raise failed_precondition(
-                    "ASLEEP_AT_OTHER_LEVEL", f"{self._spec.replica_id} sleeps at level 1; vLLM goes no deeper"
+                    "ASLEEP_AT_OTHER_LEVEL", f"{self._spec.replica_id} sleeps at level 1 and goes no deeper"
                 )
             await self._surface.sleep(level, "keep" if kept else "abort")
             after = await self._surface.read()
@@ -360,8 +366,8 @@ class VllmBackend:
                 await self._surface.wake_up([tag])
         # With the last tag vLLM schedules again, whatever its weights are.
         kept = state.pause_mode is PauseMode.KEEP
-        state.woke(missing)
-        if not state.asleep and not state.fit():
+        state.woke(missing, self._surface.schedules_when_awake)
+        if not state.asleep and not state.paused and not state.fit():
             await self._surface.pause("keep" if kept else "abort", False)
             state.stopped(PauseMode.KEEP if kept else PauseMode.ABORT)
 

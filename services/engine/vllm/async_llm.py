@@ -20,6 +20,7 @@ from services.engine.domain.requests import Finish
 from services.engine.vllm import surface as calls
 from services.engine.vllm.config import VllmConfig
 from services.engine.vllm.plugin import OWNER
+from services.engine.vllm.residency import TAGS
 from services.engine.vllm.surface import Draw, Reading, Tokens
 from services.runtime.errors import TurnoutError, aborted, describe, invalid_argument, unavailable
 
@@ -41,7 +42,9 @@ METHODS: Final = {
     calls.RESET_MM: ("reset_mm_cache", ""),
     calls.RESET_ENCODER: ("reset_encoder_cache", ""),
     calls.COLLECTIVE_RPC: ("collective_rpc", ""),
+    calls.RELOAD: ("collective_rpc", ""),
     calls.WEIGHT_TRANSFER: ("update_weights", ""),
+    calls.WEIGHT_FILES: ("update_weights", ""),
     calls.WEIGHT_SESSIONS: ("start_weight_update", ""),
     calls.WEIGHT_VERSION: ("update_weight_version", ""),
 }
@@ -97,6 +100,9 @@ def _end(starting: asyncio.Future[Any]) -> None:
 class AsyncLlmSurface:
     """An AsyncLLM. `engine` may be anything with its methods."""
 
+    tags = TAGS
+    schedules_when_awake = True
+
     def __init__(self, engine: Any) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
         from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -117,7 +123,7 @@ class AsyncLlmSurface:
             # Such an engine takes the calls, goes through all its states and frees nothing.
             offers -= {calls.SLEEP, calls.SLEEP_MODE, calls.RELEASE_KV}
         if config.weight_transfer_config is None:
-            offers -= {calls.WEIGHT_TRANSFER, calls.WEIGHT_SESSIONS}
+            offers -= {calls.WEIGHT_TRANSFER, calls.WEIGHT_FILES, calls.WEIGHT_SESSIONS}
         self.offers = frozenset(offers)
 
     @staticmethod
@@ -203,6 +209,9 @@ class AsyncLlmSurface:
         return list(answers)
 
     # --------------------------------------------------------------------------------------------------------- weights
+
+    async def reload_weights(self, path: str) -> None:
+        await self.collective_rpc("reload_weights", (), {"weights_path": path})
 
     async def init_transfer(self, info: Mapping[str, Any]) -> None:
         await self._ask(self.engine.init_weight_transfer_engine(self._init_request(init_info=dict(info))))

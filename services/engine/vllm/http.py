@@ -49,7 +49,9 @@ ROUTES: Final = {
     calls.RESET_MM: "/reset_mm_cache",
     calls.RESET_ENCODER: "/reset_encoder_cache",
     calls.COLLECTIVE_RPC: "/collective_rpc",
+    calls.RELOAD: "/collective_rpc",
     calls.WEIGHT_TRANSFER: "/update_weights",
+    calls.WEIGHT_FILES: "/update_weights",
     calls.WEIGHT_SESSIONS: "/start_weight_update",
     calls.WEIGHT_VERSION: "/update_weight_version",
 }
@@ -72,6 +74,9 @@ async def connect(url: str, transport: httpx.AsyncBaseTransport | None = None) -
 
 class HttpSurface:
     """One API server."""
+
+    tags = TAGS
+    schedules_when_awake = True
 
     def __init__(self, url: str, transport: httpx.AsyncBaseTransport | None = None) -> None:
         self.url = url.rstrip("/")
@@ -134,7 +139,7 @@ class HttpSurface:
         if not (model.get("enable_sleep_mode") or worker.endswith("SleepingCpuWorker")):
             offers -= {calls.SLEEP, calls.SLEEP_MODE, calls.RELEASE_KV}
         if not config.get("weight_transfer_config"):
-            offers -= {calls.WEIGHT_TRANSFER, calls.WEIGHT_SESSIONS}
+            offers -= {calls.WEIGHT_TRANSFER, calls.WEIGHT_FILES, calls.WEIGHT_SESSIONS}
 
     async def _server_config(self) -> Mapping[str, Any]:
         query = {"config_format": "json"}
@@ -246,6 +251,9 @@ class HttpSurface:
         return list(_json(answer).get("results") or ())
 
     # --------------------------------------------------------------------------------------------------------- weights
+
+    async def reload_weights(self, path: str) -> None:
+        await self.collective_rpc("reload_weights", (), {"weights_path": path})
 
     async def init_transfer(self, info: Mapping[str, Any]) -> None:
         await self._send(self._control.post("/init_weight_transfer_engine", json={"init_info": dict(info)}))

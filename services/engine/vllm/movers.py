@@ -39,6 +39,9 @@ FIELDS: Final = {
 }
 """The movers and what each may be told."""
 
+NEEDED: Final = {"file": calls.WEIGHT_FILES, "transfer": calls.WEIGHT_TRANSFER, "reload": calls.RELOAD}
+"""What an engine must offer for a mover."""
+
 
 @dataclass(slots=True)
 class Move:
@@ -73,9 +76,10 @@ class Movers:
         info = self._read_info(info_json)
         mover = str(info.pop("mover", "file"))
         self._check_info(mover, info, size)
-        if mover in ("file", "transfer") and calls.WEIGHT_TRANSFER not in self._surface.offers:
+        needed = NEEDED.get(mover)
+        if needed is not None and needed not in self._surface.offers:
             raise failed_precondition(
-                "NOT_OFFERED", f"{self._name} was started without weight_transfer_config", replica_id=self._name
+                "NOT_OFFERED", f"{self._name} was not started for the mover {mover}", replica_id=self._name
             )
         if not size:
             async for _ in chunks:
@@ -104,8 +108,7 @@ class Movers:
         self.moved = True
         match move.mover:
             case "reload":
-                path = move.info["path"]
-                await self._surface.collective_rpc("reload_weights", (), {"weights_path": path})
+                await self._surface.reload_weights(move.info["path"])
             case "file" | "transfer":
                 update = move.info if move.mover == "file" else move.info.get("update", {})
                 await self._open_session(move.info.get("init") or {})

@@ -1,4 +1,4 @@
-"""What a vLLM engine holds and does, as far as it is known, and what must therefore not be asked of it.
+"""What an engine holds and does, as far as it is known, and what must therefore not be asked of it.
 
 vLLM tells neither which tags are asleep nor whether its weights mean anything, and carries out what kills it: resuming
 over freed memory, generating from discarded weights, sleeping under running requests. So it is remembered here.
@@ -27,6 +27,7 @@ class Residency:
     """The state of one engine."""
 
     name: str
+    tags: frozenset[str] = TAGS
     version: int = 0
     weights: Weights = Weights.INTACT
     asleep: frozenset[str] = frozenset()
@@ -38,7 +39,7 @@ class Residency:
 
     @property
     def resident(self) -> frozenset[str]:
-        return TAGS - self.asleep
+        return self.tags - self.asleep
 
     # ------------------------------------------------------------------------------------------------ what is refused
 
@@ -66,7 +67,7 @@ class Residency:
 
     def check_tags(self, tags: frozenset[str]) -> None:
         """Refuse tags that the engine does not have: one of them would void the whole call without a word."""
-        unknown = sorted(tags - TAGS)
+        unknown = sorted(tags - self.tags)
         if unknown:
             raise invalid_argument(
                 "tags", f"{self.name} has no tag {unknown[0]!r}", value=unknown[0], reason="UNKNOWN_TAG"
@@ -93,7 +94,7 @@ class Residency:
         if level == 2 or self.level == 2:
             self.weights = Weights.DISCARDED
         self.level = level
-        self.asleep = TAGS
+        self.asleep = self.tags
         self.stopped(self.pause_mode if self.paused else PauseMode.ABORT)
 
     def found_asleep(self, tags: frozenset[str], level: int | None) -> None:
@@ -110,12 +111,13 @@ class Residency:
         """KV memory was freed."""
         self.asleep |= {KV_CACHE}
 
-    def woke(self, tags: frozenset[str]) -> None:
-        """Memory is back. With the last of it vLLM starts scheduling."""
+    def woke(self, tags: frozenset[str], schedules: bool = True) -> None:
+        """Memory is back. With the last of it vLLM starts scheduling, and SGLang does not."""
         self.asleep -= tags
         if not self.asleep:
             self.level = 0
-            self.started()
+            if schedules:
+                self.started()
 
     def stopped(self, mode: PauseMode | None) -> None:
         """It does not schedule any more."""

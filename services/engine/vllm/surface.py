@@ -1,4 +1,4 @@
-"""The calls of a vLLM engine as it has them, wherever it runs.
+"""The calls of an inference engine as it has them, wherever it runs; the words are those of vLLM.
 
 Invariants: nothing here makes a call safe: that is what `services.engine.backends.vllm` is for, and it alone calls
 these. What an engine cannot do is absent from `offers`, found by asking it and never by its version. A call that the
@@ -26,6 +26,9 @@ RESET_MM: Final = "reset_mm_cache"
 RESET_ENCODER: Final = "reset_encoder_cache"
 COLLECTIVE_RPC: Final = "collective_rpc"
 WEIGHT_TRANSFER: Final = "weight_transfer"
+WEIGHT_FILES: Final = "weight_files"
+"""A weight transfer takes files, as our transfer engine does."""
+RELOAD: Final = "reload"
 WEIGHT_SESSIONS: Final = "weight_sessions"
 """start_ and finish_weight_update around the update calls."""
 WEIGHT_VERSION: Final = "weight_version"
@@ -89,6 +92,10 @@ class Surface(Protocol):
     text_only: bool
     """Whether there is no encoder whose cache could be stale."""
     incarnation: str
+    tags: frozenset[str]
+    """The memory that the engine manages."""
+    schedules_when_awake: bool
+    """Whether the engine starts to schedule by itself once its last tag is awake."""
 
     async def check(self) -> None:
         """Raise UNAVAILABLE / ENGINE_DEAD if the engine is gone; asks nothing of an engine that is busy."""
@@ -111,6 +118,7 @@ class Surface(Protocol):
     async def reset_mm_cache(self) -> None: ...
     async def reset_encoder_cache(self) -> None: ...
     async def collective_rpc(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]: ...
+    async def reload_weights(self, path: str) -> None: ...
     async def init_transfer(self, info: Mapping[str, Any]) -> None: ...
     async def start_update(self) -> None: ...
     async def update_weights(self, info: Any) -> None: ...
