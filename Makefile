@@ -21,13 +21,16 @@ VLLM_PYTHON ?= python3.11
 SECONDS ?= 600
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-vllm test-stores lint types format coverage protos protos-lint bench soak clean
+.PHONY: help demo demo-vllm test test-all test-vllm test-stores lint types format coverage protos protos-lint bench soak clean
 
 help: ## list these targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.run ## watch a training loop lend its GPUs and take them back (about five minutes at first, less afterwards)
 	$(BIN)/turnout demo
+
+demo-vllm: $(VLLM)/.ready ## watch a real model learn through real vLLM engines, on the CPU
+	$(VLLM)/bin/turnout demo-vllm
 
 test: lint types protos-lint ## everything a change has to pass
 	$(BIN)/python -m pytest -m "not slow"

@@ -29,12 +29,12 @@ def _within(module: str, *packages: str) -> bool:
 @pytest.mark.parametrize("service", SERVICES)
 def test_services_meet_through_stubs_alone(service: str) -> None:
     """A direct import would tie two services to one process and one release."""
-    others = [f"services.{other}" for other in (*SERVICES, "cli", "demo") if other != service]
+    others = [f"services.{other}" for other in (*SERVICES, "cli", "demo", "learner") if other != service]
     wrong = [(str(path), module) for path, module in _imports(ROOT / "services" / service) if _within(module, *others)]
     assert wrong == []
 
 
-@pytest.mark.parametrize("package", ["demo", "views"])
+@pytest.mark.parametrize("package", ["demo", "learner", "views"])
 def test_what_stands_on_the_client_imports_no_service(package: str) -> None:
     """A demo that reaches into a service shows what no user can do."""
     services = [f"services.{service}" for service in SERVICES]

@@ -20,6 +20,9 @@ DEBUG_VARIABLE: Final = "TURNOUT_DEBUG"
 
 _COMMANDS: Final = {
     "demo": Entry("services.cli.demo:demo", "Watch a training loop lend its GPUs, and measure what it gains."),
+    "demo-vllm": Entry(
+        "services.cli.demo_vllm:demo_vllm", "Watch a model learn through real vLLM engines that are lent."
+    ),
     "up": Entry("services.cli.up:up", "Run all three services on this machine."),
     "status": Entry("services.cli.status:status", "Show runs, modes, depths and replicas."),
     "top": Entry("services.cli.top:top", "Watch one run live."),

@@ -134,6 +134,11 @@ class Recorder:
         """Return once the trainer has started the job's clock."""
         await self._began.wait()
 
+    def record_now(self, name: str, values: dict[str, Any]) -> None:
+        """Record something that is so from now on; from its beginning, if the job has not begun."""
+        at = (time.monotonic() - self._began_monotonic) / self._scale if self._began.is_set() else 0.0
+        self._record(Event(at, name, values))
+
     def _look_at(self, replica_id: str, at: float) -> None:
         replica = self._known.get(replica_id)
         if replica is None:

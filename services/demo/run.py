@@ -28,21 +28,22 @@ async def run_job(job: Job, prompts: Path, recorder: Recorder) -> None:
     async with Fleet() as fleet:
         assignment = await start_services(fleet, Assignment(job, prompts))
         await start_workers(fleet, assignment)
-        await fleet.run(_train(fleet, assignment, recorder))
+        spec = ChildSpec("trainer", "services.demo.trainer", (assignment.to_json(),), ready=None)
+        await fleet.run(train(fleet, spec, recorder, engine=assignment.engine, scheduler=assignment.scheduler))
 
 
-async def _train(fleet: Fleet, assignment: Assignment, recorder: Recorder) -> None:
-    async with AsyncEngineClient(assignment.engine) as engine, AsyncSchedulerClient(assignment.scheduler) as scheduler:
-        watches = [asyncio.create_task(recorder.follow_replicas(engine))]
+async def train(fleet: Fleet, spec: ChildSpec, recorder: Recorder, *, engine: str, scheduler: str) -> None:
+    """Run the trainer to its end and record meanwhile; `engine` and `scheduler` are targets."""
+    async with AsyncEngineClient(engine) as engines, AsyncSchedulerClient(scheduler) as runs:
+        watches = [asyncio.create_task(recorder.follow_replicas(engines))]
         try:
-            spec = ChildSpec("trainer", "services.demo.trainer", (assignment.to_json(),), ready=None)
             trainer = await fleet.start(spec, on_line=recorder.take_line)
             ended = asyncio.create_task(fleet.finish(trainer))
-            watches.append(asyncio.create_task(_follow_run(recorder, scheduler)))
+            watches.append(asyncio.create_task(_follow_run(recorder, runs)))
             await _until(ended, watches)
             if ended.result() != 0:
                 raise trainer.failure()
-            await recorder.follow_run(scheduler, to_the_end=True)
+            await recorder.follow_run(runs, to_the_end=True)
         finally:
             for watch in watches:
                 watch.cancel()

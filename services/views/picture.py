@@ -54,10 +54,17 @@ def draw(panels: Sequence[Panel], path: Path, *, title: str) -> None:
     axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     longest = max((panel.timeline.end for panel in panels), default=0.0)
     for axis, panel in zip(axes, panels, strict=True):
-        _panel(axis, panel)
+        panel_on(axis, panel)
         axis.set_xlim(0, max(longest, 1.0) / 60 * 1.01)
     axes[-1].set_xlabel("minutes of the job")
     figure.suptitle(title, fontsize=12, fontweight="bold")
+    handles = legend_of(panels)
+    figure.legend(handles=handles, loc="outside lower center", ncols=max(len(handles), 1), frameon=False, fontsize=8)
+    figure.savefig(path, dpi=110, format="png")
+
+
+def legend_of(panels: Sequence[Panel]) -> list[Any]:
+    """Return a handle for every colour and line in the panels."""
     used = {stretch.state for panel in panels for row in panel.timeline.rows for stretch in row.stretches}
     handles: list[Any] = [
         Patch(facecolor=colour, label=text) for state, (colour, text) in STATES.items() if state in used
@@ -68,11 +75,11 @@ def draw(panels: Sequence[Panel], path: Path, *, title: str) -> None:
         for kind, (colour, style, text) in MARKS.items()
         if kind in marked
     ]
-    figure.legend(handles=handles, loc="outside lower center", ncols=max(len(handles), 1), frameon=False, fontsize=8)
-    figure.savefig(path, dpi=110, format="png")
+    return handles
 
 
-def _panel(axis: Any, panel: Panel) -> None:
+def panel_on(axis: Any, panel: Panel) -> None:
+    """Draw a panel; times in minutes."""
     rows = panel.timeline.rows
     for place, row in enumerate(rows):
         for state in {stretch.state for stretch in row.stretches}:

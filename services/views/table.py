@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from rich.table import Table
+
+_BARS: Final = "▁▂▃▄▅▆▇█"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,11 @@ def duration(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60} min {whole % 60:02d} s"
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def bars(values: Sequence[float], *, most: float = 1.0) -> str:
+    """Return a row of small bars, one for each value from 0 to `most`."""
+    return "".join(_BARS[min(max(int(value / most * len(_BARS)), 0), len(_BARS) - 1)] for value in values)
 
 
 def relative(off: float, on: float) -> str:

@@ -65,7 +65,7 @@ def test_an_unknown_command_names_the_one_that_was_meant(capsys: pytest.CaptureF
 def test_an_unknown_command_that_resembles_none_lists_all(capsys: pytest.CaptureFixture[str]) -> None:
     """Without a near match the user still has to learn what there is."""
     assert main.run(["frobnicate"]) == 2
-    assert "demo, up, status" in capsys.readouterr().err
+    assert "demo, demo-vllm, up, status" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [w for w in all_commands() if w], ids=" ".join)
