@@ -19,6 +19,7 @@ from services.buffer.storage.checkpoints import Checkpoints
 from services.buffer.storage.keeper import Keeper
 from services.runtime.clock import ManualClock
 from services.runtime.errors import Code
+from services.runtime.host import StartError
 from services.runtime.journal import JournalOptions
 from services.runtime.journal.database import Database
 from services.runtime.journal.sqlite import SqliteJournal
@@ -113,6 +114,28 @@ async def test_a_snapshot_holds_all_that_was_known(tmp_path: Path) -> None:
         again = knowledge(buffer.desk.memory)
     async with running_buffer(data_dir=tmp_path) as buffer:
         assert knowledge(buffer.desk.memory) == again
+
+
+async def test_payloads_without_their_journal_are_not_taken_for_a_new_buffer(tmp_path: Path) -> None:
+    """A start without the journal served nothing, and deleted all payloads since no record named them."""
+    async with running_buffer(data_dir=tmp_path) as buffer:
+        caller = buffer.caller()
+        await caller.create()
+        await caller.add("g")
+        assert {outcome.code for outcome in await caller.finish(result("g", 0, output(payload=bytes(4096))))} == {0}
+    away = tmp_path / "away"
+    (tmp_path / "journal").rename(away)
+    before = {path: path.read_bytes() for path in (tmp_path / "payloads").glob("segment-*")}
+    assert before
+    with pytest.raises(StartError, match=r"DATA_LOSS / JOURNAL_DAMAGED.*last good position is 0"):
+        async with running_buffer(data_dir=tmp_path):
+            pass
+    assert {path: path.read_bytes() for path in (tmp_path / "payloads").glob("segment-*")} == before
+    away.rename(tmp_path / "journal")
+    async with running_buffer(data_dir=tmp_path) as buffer:
+        told = await buffer.caller().sample(1)
+        ref = told.groups[0].trajectories[0].outputs[0].payload.ref
+        assert await buffer.caller().get(ref, lease_id=told.done.lease_id) == [bytes(4096)]
 
 
 async def test_no_snapshot_is_taken_of_a_log_that_is_short_by_now(tmp_path: Path) -> None:
@@ -368,6 +391,36 @@ async def test_a_payload_without_bytes_survives_a_snapshot_and_a_restore(tmp_pat
             told = await caller.sample(1)
             ref = told.groups[0].trajectories[0].outputs[0].payload.ref
             assert await caller.get(ref, lease_id=told.done.lease_id) == [b""]
+
+
+async def test_a_checkpoint_is_refused_for_a_payload_that_is_lost_until_its_group_is_evicted(tmp_path: Path) -> None:
+    """A checkpoint that left the bytes out in silence would restore a group that nobody can train on."""
+    async with running_buffer(data_dir=tmp_path) as buffer:
+        caller = buffer.caller()
+        await caller.create()
+        await caller.add("bad", "good")
+        for name in ("bad", "good"):
+            data = name.encode() * 1024
+            uploaded = output()
+            uploaded.payload.ref.CopyFrom((await caller.put(data, google_crc32c.value(data))).ref)
+            assert [outcome.code for outcome in await caller.finish(result(name, 0, uploaded))] == [0]
+    (segment,) = (tmp_path / "payloads").glob("segment-*")
+    stored = bytearray(segment.read_bytes())
+    stored[stored.index(b"badbad") + 100] ^= 1
+    segment.write_bytes(stored)
+    async with running_buffer(data_dir=tmp_path) as buffer:
+        caller = buffer.caller()
+        refs = {group.group_id: group.trajectories[0].outputs[0].payload.ref for group in await caller.groups()}
+        error = await refused(caller.checkpoint("c"))
+        assert (error.code, error.reason, error.metadata["value"]) == (
+            Code.DATA_LOSS,
+            "PAYLOAD_DAMAGED",
+            refs["bad"].id,
+        )
+        assert await caller.checkpoints() == []
+        await caller.evict("bad")
+        assert (await caller.checkpoint("c")).checkpoint.counts.finished == 1
+        assert (await caller.verify("c")).bytes == len(b"good" * 1024)
 
 
 async def test_a_download_that_a_restore_overtakes_may_be_repeated(tmp_path: Path) -> None:

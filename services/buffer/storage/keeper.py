@@ -23,6 +23,8 @@ from services.runtime.collector import no_collections
 from services.runtime.errors import Code, TurnoutError, describe, unavailable
 from services.runtime.idempotency import Answer
 from services.runtime.journal import Durability, Journal, JournalOptions, JournalState, open_journal
+from services.runtime.journal.failures import damaged
+from services.runtime.journal.files import JournalFiles
 from services.runtime.logs import get_logger
 from services.runtime.tasks import Tick
 from turnout.buffer.storage.v1 import storage_pb2 as st
@@ -57,10 +59,14 @@ class Keeper:
         self.checkpoints = Checkpoints(data_dir / "checkpoints")
 
     async def open(self) -> None:
-        """Load what is stored, and begin. Raises TurnoutError, OSError."""
+        """Load what is stored, and begin. Raises DATA_LOSS / JOURNAL_DAMAGED and other TurnoutErrors, OSError."""
         self._dir.mkdir(parents=True, exist_ok=True)
+        journal, payloads = self._dir / "journal", self._dir / "payloads"
+        if payloads.exists() and not JournalFiles(journal).hold_records():
+            # The first start makes the journal first. A new one would name no payload, so all of them would go.
+            raise damaged(journal.name, f"it is gone, but {payloads} is there", last_good=0)
         await self.checkpoints.sweep()
-        self._journal = await open_journal(self._dir / "journal", schema=SCHEMA, options=self._journal_options)
+        self._journal = await open_journal(journal, schema=SCHEMA, options=self._journal_options)
         if self._journal_options.durability is Durability.NONE:
             return
         if self._journal.lost:

@@ -538,9 +538,10 @@ class ReplayBufferServicer(object):
     def Checkpoint(self, request, context):
         """Checkpoint saves an image of the run, as it is when the call begins, while traffic goes on: one file in the buffer's
         data directory, payload bytes included; payloads of external stores are not let go before DeleteCheckpoint. It is
-        complete once this answers, and otherwise absent; saves of one run follow one another. Errors of all calls on checkpoints: UNIMPLEMENTED by a buffer without a data directory; of this
-        one: ALREADY_EXISTS / CHECKPOINT_EXISTS, RESOURCE_EXHAUSTED / DISK_FULL, ABORTED / RUN_REPLACED if the run is
-        deleted or restored meanwhile.
+        complete once this answers, and otherwise absent; saves of one run follow one another. Errors of all calls on
+        checkpoints: UNIMPLEMENTED by a buffer without a data directory; of this one: ALREADY_EXISTS / CHECKPOINT_EXISTS,
+        RESOURCE_EXHAUSTED / DISK_FULL, DATA_LOSS / PAYLOAD_DAMAGED naming a payload whose bytes are lost (evict its group to
+        save without it), ABORTED / RUN_REPLACED if the run is deleted or restored meanwhile.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -575,7 +576,8 @@ class ReplayBufferServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def DeleteCheckpoint(self, request, context):
-        """DeleteCheckpoint removes a checkpoint, and lets go of what only it held in external stores. Errors: NOT_FOUND / CHECKPOINT_NOT_FOUND.
+        """DeleteCheckpoint removes a checkpoint, and lets go of what only it held in external stores. Errors: NOT_FOUND /
+        CHECKPOINT_NOT_FOUND.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

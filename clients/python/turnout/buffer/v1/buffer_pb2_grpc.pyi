@@ -1212,9 +1212,10 @@ class ReplayBufferStub(typing.Generic[_ReplayBufferCreateRunType, _ReplayBufferG
     Checkpoint: _ReplayBufferCheckpointType
     """Checkpoint saves an image of the run, as it is when the call begins, while traffic goes on: one file in the buffer's
     data directory, payload bytes included; payloads of external stores are not let go before DeleteCheckpoint. It is
-    complete once this answers, and otherwise absent; saves of one run follow one another. Errors of all calls on checkpoints: UNIMPLEMENTED by a buffer without a data directory; of this
-    one: ALREADY_EXISTS / CHECKPOINT_EXISTS, RESOURCE_EXHAUSTED / DISK_FULL, ABORTED / RUN_REPLACED if the run is
-    deleted or restored meanwhile.
+    complete once this answers, and otherwise absent; saves of one run follow one another. Errors of all calls on
+    checkpoints: UNIMPLEMENTED by a buffer without a data directory; of this one: ALREADY_EXISTS / CHECKPOINT_EXISTS,
+    RESOURCE_EXHAUSTED / DISK_FULL, DATA_LOSS / PAYLOAD_DAMAGED naming a payload whose bytes are lost (evict its group to
+    save without it), ABORTED / RUN_REPLACED if the run is deleted or restored meanwhile.
     """
 
     Restore: _ReplayBufferRestoreType
@@ -1235,7 +1236,9 @@ class ReplayBufferStub(typing.Generic[_ReplayBufferCreateRunType, _ReplayBufferG
     """VerifyCheckpoint reads a checkpoint and checks every checksum, changing nothing."""
 
     DeleteCheckpoint: _ReplayBufferDeleteCheckpointType
-    """DeleteCheckpoint removes a checkpoint, and lets go of what only it held in external stores. Errors: NOT_FOUND / CHECKPOINT_NOT_FOUND."""
+    """DeleteCheckpoint removes a checkpoint, and lets go of what only it held in external stores. Errors: NOT_FOUND /
+    CHECKPOINT_NOT_FOUND.
+    """
 
 ReplayBufferAsyncStub: typing_extensions.TypeAlias = ReplayBufferStub[
     grpc.aio.UnaryUnaryMultiCallable[
@@ -1762,9 +1765,10 @@ class ReplayBufferServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[turnout.buffer.v1.buffer_pb2.CheckpointResponse, collections.abc.Awaitable[turnout.buffer.v1.buffer_pb2.CheckpointResponse]]:
         """Checkpoint saves an image of the run, as it is when the call begins, while traffic goes on: one file in the buffer's
         data directory, payload bytes included; payloads of external stores are not let go before DeleteCheckpoint. It is
-        complete once this answers, and otherwise absent; saves of one run follow one another. Errors of all calls on checkpoints: UNIMPLEMENTED by a buffer without a data directory; of this
-        one: ALREADY_EXISTS / CHECKPOINT_EXISTS, RESOURCE_EXHAUSTED / DISK_FULL, ABORTED / RUN_REPLACED if the run is
-        deleted or restored meanwhile.
+        complete once this answers, and otherwise absent; saves of one run follow one another. Errors of all calls on
+        checkpoints: UNIMPLEMENTED by a buffer without a data directory; of this one: ALREADY_EXISTS / CHECKPOINT_EXISTS,
+        RESOURCE_EXHAUSTED / DISK_FULL, DATA_LOSS / PAYLOAD_DAMAGED naming a payload whose bytes are lost (evict its group to
+        save without it), ABORTED / RUN_REPLACED if the run is deleted or restored meanwhile.
         """
 
     @abc.abstractmethod
@@ -1805,6 +1809,8 @@ class ReplayBufferServicer(metaclass=abc.ABCMeta):
         request: turnout.buffer.v1.buffer_pb2.DeleteCheckpointRequest,
         context: _ServicerContext,
     ) -> typing.Union[turnout.buffer.v1.buffer_pb2.DeleteCheckpointResponse, collections.abc.Awaitable[turnout.buffer.v1.buffer_pb2.DeleteCheckpointResponse]]:
-        """DeleteCheckpoint removes a checkpoint, and lets go of what only it held in external stores. Errors: NOT_FOUND / CHECKPOINT_NOT_FOUND."""
+        """DeleteCheckpoint removes a checkpoint, and lets go of what only it held in external stores. Errors: NOT_FOUND /
+        CHECKPOINT_NOT_FOUND.
+        """
 
 def add_ReplayBufferServicer_to_server(servicer: ReplayBufferServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...
