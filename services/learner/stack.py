@@ -26,6 +26,9 @@ from turnout.engine.v1 import engine_pb2
 ENGINE_WITHIN_S: Final = 420.0
 """Half a minute on a machine that has nothing else to do."""
 
+READINGS_S: Final = 2.0
+"""Between two readings of what the engines do, the shortest there is: a whole step takes a few seconds here."""
+
 OTHER_SEED: Final = 1_000_003
 ENVIRONMENT: Final = {
     "HF_HUB_OFFLINE": "1",
@@ -40,7 +43,9 @@ async def start_stack(fleet: Fleet, assignment: Assignment, directory: Path) -> 
     """Start everything but the trainer; return the assignment with the targets filled in."""
     job = assignment.job
     model = await asyncio.to_thread(_write_other_model, job, directory)
-    services = fleet.start_all(*(service_spec(name, *_ANY_PORT, *_QUIET) for name in ("buffer", "engine", "scheduler")))
+    specs = [service_spec(name, *_ANY_PORT, *_QUIET) for name in ("buffer", "engine")]
+    specs.append(service_spec("scheduler", *_ANY_PORT, *_QUIET, "--progress-interval-s", repr(READINGS_S)))
+    services = fleet.start_all(*specs)
     agents = asyncio.gather(*(_start_agent(fleet, job, replica, model, directory) for replica in REPLICAS))
     (buffer, engine, scheduler), hosts = await asyncio.gather(services, agents)
     async with AsyncEngineClient(engine.target) as client:

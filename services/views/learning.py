@@ -27,7 +27,7 @@ def draw_learning(
     reward_axis.plot(range(1, len(rewards) + 1), rewards, color=_LINE, marker=".", linewidth=1.4)
     reward_axis.set_title("mean reward of each step", loc="left", fontsize=10)
     reward_axis.set_xlabel("step")
-    reward_axis.set_ylim(0, 1)
+    reward_axis.set_ylim(0, 1.03)
     end = panel.timeline.end
     times = [at / 60 for at, _ in memory] + [end / 60]
     sizes = [size / _MIB for _, size in memory]
