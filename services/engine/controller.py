@@ -11,6 +11,7 @@ from typing import Final
 
 from services.engine.backends.registry import Backends
 from services.engine.book import Book
+from services.engine.cluster.actors import Cluster
 from services.engine.commands import Commands
 from services.engine.domain.fence import Fence
 from services.engine.domain.lends import Lends
@@ -26,6 +27,10 @@ from services.engine.lending import Lending
 from services.engine.progress import ProgressReader
 from services.engine.reference.faults import FAULTS
 from services.engine.settings import EngineSettings
+from services.engine.sinks.base import RouteSink
+from services.engine.sinks.http_hook import HttpHook
+from services.engine.sinks.publisher import Publisher
+from services.engine.sinks.verl_balancer import VerlBalancer
 from services.engine.slot import Slot
 from services.engine.storage.past import Past
 from services.engine.updating import Updating
@@ -67,7 +72,12 @@ class Controller:
         faults = FAULTS if settings.fault_injection else frozenset()
         self.commands = Commands(fan_out, frozenset(settings.allow_method) | faults)
         self.updating = Updating(self.fleet, fan_out, self._updates, context.clock, prefix, self.book)
-        self.lending = Lending(self.fleet, fan_out, self.updating, self._lends, self.book)
+        cluster = Cluster(settings.ray_address)
+        sinks: list[RouteSink] = [HttpHook(url, settings.route_hook_holds) for url in settings.route_hook]
+        if settings.verl_balancer:
+            sinks.append(VerlBalancer(settings.verl_balancer, cluster))
+        self.publisher = Publisher(self.fleet, sinks, context.tasks, lambda: (self.fence.run_id, self.incarnation))
+        self.lending = Lending(self.fleet, fan_out, self.updating, self._lends, self.book, self.publisher.settled)
         self.generations = Generations(self.fleet, context.clock, context.draining, prefix, ABORT_TIMEOUT_S)
         self.progress = ProgressReader(self.fleet, self.generations, context.clock)
         self._prober = Prober(self.fleet, context, settings.probe_interval)
@@ -85,6 +95,8 @@ class Controller:
                 own.replica_id, own.role, self.settings.own_backend, weights_loaded=self.settings.replica_weights
             )
             self._prober.watch(await self.fleet.register(spec))
+        # Not before the engines were probed: until then every route is OUT.
+        self.publisher.start()
 
     async def _restore(self, past: Past) -> None:
         self.fence.restore(past.run_id, past.epoch)
@@ -186,7 +198,8 @@ class Controller:
         self.generations.stop()
 
     async def close(self) -> None:
-        """Let go of the engines."""
+        """Let go of the engines and of those who route."""
+        await self.publisher.close()
         for slot in self.fleet.all:
             try:
                 await slot.close()

@@ -7,7 +7,7 @@ is on its way out.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 from services.engine.book import Book
 from services.engine.deadline import Deadline
@@ -22,14 +22,23 @@ from services.runtime.errors import TurnoutError, aborted, invalid_argument, req
 
 
 class Lending:
-    """The transitions between trainer and generation."""
+    """The transitions between trainer and generation. `routed` waits until those who route know the routes."""
 
-    def __init__(self, fleet: Fleet, fan_out: FanOut, updating: Updating, lends: Lends, book: Book) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        fan_out: FanOut,
+        updating: Updating,
+        lends: Lends,
+        book: Book,
+        routed: Callable[[], Awaitable[None]],
+    ) -> None:
         self._fleet = fleet
         self._fan_out = fan_out
         self._updating = updating
         self._lends = lends
         self._book = book
+        self._routed = routed
 
     async def begin(
         self, lend_id: str, replica_ids: Sequence[str], keep_sessions: bool, timeout: float
@@ -118,6 +127,7 @@ class Lending:
             slot.changed()
 
         async def action(slot: Slot, deadline: Deadline) -> Result:
+            await self._routed()
             async with slot.exclusive(deadline) as replica:
                 result = await carry_out(slot, replica.plan_free(), deadline)
                 if not replica.confirmed_free:

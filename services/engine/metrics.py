@@ -57,6 +57,11 @@ class EngineMetrics(Collector):
             "turnout_engine_requests", "Requests placed, by whether they run.", labels=[*where, "state"]
         )
         memory = GaugeMetricFamily("turnout_engine_memory_bytes", "Bytes held on devices.", labels=where)
+        sinks = GaugeMetricFamily(
+            "turnout_engine_route_sink_current", "1 if it took the present routes.", labels=["sink"]
+        )
+        for name, current in self._controller.publisher.current.items():
+            sinks.add_metric([name], current)
         fleet = self._controller.fleet
         for slot in fleet.all:
             replica = slot.replica
@@ -69,4 +74,4 @@ class EngineMetrics(Collector):
             requests.add_metric([*labels, "parked"], max(0, fleet.placement.load(slot.replica_id) - running))
             if replica.state.memory_bytes is not None:
                 memory.add_metric(labels, replica.state.memory_bytes)
-        return [route, healthy, version, requests, memory]
+        return [route, healthy, version, requests, memory, sinks]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
@@ -60,6 +61,18 @@ class EngineSettings(ServiceSettings):
         5.0, gt=0, le=3600, description="Seconds after which a replica that answers no probe is unresponsive."
     )
     allow_method: Strings = Field([], description="A method that CollectiveRpc may call; none are allowed by default.")
+    route_hook: Strings = Field(
+        [], description="URL that every membership is posted to, for a router that serves without this controller."
+    )
+    route_hook_holds: bool = Field(
+        False, description="Whether the route hooks can hold requests for replicas that are being lent."
+    )
+    ray_address: str = Field(
+        "", description="Ray cluster with engines or balancers that are actors; default: the one of the environment."
+    )
+    verl_balancer: str = Field(
+        "", description="Actor of verl's load balancer, as NAME or NAMESPACE/NAME: its servers follow the routes."
+    )
     fault_injection: bool = Field(False, description="Allow CollectiveRpc to break engines on command, for tests.")
 
     decode_base: float = Field(
@@ -83,7 +96,7 @@ class EngineSettings(ServiceSettings):
     wake_seconds: float = Field(0.0, ge=0, description="Reference engine: domain seconds that a wake takes.")
     load_seconds: float = Field(0.0, ge=0, description="Reference engine: domain seconds that loading weights takes.")
 
-    @field_validator("replica", "allow_method", mode="before")
+    @field_validator("replica", "allow_method", "route_hook", mode="before")
     @classmethod
     def _commas(cls, value: object) -> object:
         return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
@@ -94,6 +107,17 @@ class EngineSettings(ServiceSettings):
         ids = [parse_replica(text).replica_id for text in value]
         if len(set(ids)) != len(ids):
             raise ValueError("a replica id is given twice")
+        return value
+
+    @field_validator("route_hook")
+    @classmethod
+    def _urls(cls, value: list[str]) -> list[str]:
+        for url in value:
+            parts = urlsplit(url)
+            if parts.scheme not in ("http", "https") or not parts.netloc:
+                raise ValueError(f"{url!r} is no http or https URL")
+        if len(set(value)) != len(value):
+            raise ValueError("a URL is given twice")
         return value
 
     @model_validator(mode="after")

@@ -30,6 +30,8 @@ class Placement:
     def __init__(self) -> None:
         self._tickets: dict[str, set[Ticket]] = {}
         self._lives: dict[str, int] = {}
+        self.cleared = 0
+        """How often all sessions were forgotten."""
         self._sessions: OrderedDict[str, str] = OrderedDict()
         self._next_life = 1
         self._next_ticket = 1
@@ -75,6 +77,7 @@ class Placement:
     def clear_sessions(self, replica_ids: Iterable[str] | None = None) -> None:
         """Forget the sessions of these replicas; None is all of them."""
         if replica_ids is None:
+            self.cleared += 1
             self._sessions.clear()
             return
         gone = set(replica_ids)

@@ -1,0 +1,1 @@
+"""Engines and balancers that are Ray actors."""

@@ -1,0 +1,1 @@
+"""Where membership is pushed to, for those who route requests themselves."""
