@@ -10,6 +10,8 @@ import asyncio
 import secrets
 from collections.abc import Iterable
 
+from services.buffer.alarm import Alarm
+from services.buffer.domain import expiry
 from services.buffer.domain.config import RunConfig
 from services.buffer.domain.events import GroupEvent
 from services.buffer.domain.moment import Moment
@@ -55,8 +57,7 @@ class Desk:
         self._parking: dict[str, RunParking] = {}
         self._id_prefix = self.incarnation[:8]
         self._suspended: TurnoutError | None = None
-        self._rearm = asyncio.Event()
-        self._armed: float | None = None
+        self._alarm = Alarm()
 
     def moment(self) -> Moment:
         """Now."""
@@ -363,44 +364,32 @@ class Desk:
 
     def rearm(self, run: Run) -> None:
         """See to it that the earliest expiry of the run is not slept through."""
-        due = run.next_expiry()
-        if due is not None and (self._armed is None or due < self._armed):
-            self._rearm.set()
+        self._alarm.set(expiry.next_expiry(run))
 
     async def expire(self, tick: Tick) -> None:
         """End what ends by itself; never returns."""
         while True:
-            self._rearm.clear()
-            due = [at for run in self.runs if (at := run.next_expiry()) is not None]
-            self._armed = min(due, default=None)
-            if self._armed is None:
-                await self._rearm.wait()
-            elif self._armed > self.clock.now():
-                timer = self.clock.call_at(self._armed, self._rearm.set)
-                try:
-                    await self._rearm.wait()
-                finally:
-                    timer.cancel()
-            else:
-                # More is due than ends in one turn; others get theirs in between.
-                await asyncio.sleep(0)
+            await self._alarm.sleep(self.clock, self._next_expiry)
             self._expire_due()
             tick()
+
+    def _next_expiry(self) -> float | None:
+        return min((at for run in self.runs if (at := expiry.next_expiry(run)) is not None), default=None)
 
     def _expire_due(self) -> None:
         at = self.moment()
         for run in self.runs:
-            due = run.next_expiry()
+            due = expiry.next_expiry(run)
             if due is not None and due <= at.now:
-                over = run.expired(at)
-                changed = run.expire(over, at)
+                over = expiry.expired(run, at)
+                changed = expiry.expire(run, over, at)
                 if over:
                     expire = st.Expire(
                         claims=over.claims, leases=over.leases, retained=over.retained, uploads=over.uploads
                     )
                     self.record(run, st.Record(expire=expire), at)
                 self.changed(
-                    run, *{partition.name: partition for partition in [*changed, *run.refills_due(at)]}.values()
+                    run, *{partition.name: partition for partition in [*changed, *expiry.refills_due(run, at)]}.values()
                 )
 
 

@@ -10,12 +10,14 @@ from pathlib import Path
 import grpc.aio
 import pytest
 
+from services.buffer.domain import expiry
 from services.buffer.domain import pump as pumping
 from services.buffer.domain.config import MAX_GROUPS_PER_CALL, MAX_ITEMS_PER_CALL
+from services.buffer.domain.expiry import EXPIRIES_PER_TURN, Expired
 from services.buffer.domain.moment import Moment
 from services.buffer.domain.partition import Partition
 from services.buffer.domain.pump import EVICTIONS_PER_TURN
-from services.buffer.domain.run import EXPIRIES_PER_TURN, Expired, Run
+from services.buffer.domain.run import Run
 from services.buffer.parking import WAKES_PER_TURN, Parked, wake_in_turns
 from services.buffer.servicers.waits import GROUPS_PER_TURN
 from services.buffer.servicers.work import MAX_CLAIMS
@@ -121,13 +123,13 @@ async def test_claims_that_end_together_end_in_slices(
     await caller.add(*names)
     assert len(await caller.claim(len(names))) == len(names)
     turns: list[int] = []
-    expire = Run.expire
+    expire = expiry.expire
 
-    def noted(self: Run, over: Expired, at: Moment) -> list[Partition]:
+    def noted(run: Run, over: Expired, at: Moment) -> list[Partition]:
         turns.append(len(over.claims))
-        return expire(self, over, at)
+        return expire(run, over, at)
 
-    monkeypatch.setattr(Run, "expire", noted)
+    monkeypatch.setattr(expiry, "expire", noted)
     await clock.advance(5.0)
     assert turns == [EXPIRIES_PER_TURN, EXPIRIES_PER_TURN, 5]
     assert (await caller.depth()).counts == pb.GroupCounts(pending=len(names))

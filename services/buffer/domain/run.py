@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from services.buffer.domain import pump as pumping
-from services.buffer.domain import results
 from services.buffer.domain.caps import cap_reached
 from services.buffer.domain.claims import ClaimToken
 from services.buffer.domain.config import RunConfig
@@ -37,23 +36,8 @@ from services.runtime.errors import (
     unknown_epoch,
 )
 
-# Claims and uploads that end in one turn: some 5 ms, for which every other run waits.
-EXPIRIES_PER_TURN = 256
 # Far beyond any number of trainers, and far from the end of the int64 that carries it.
 _LARGEST_EPOCH = 2**62
-
-
-@dataclass(frozen=True, slots=True)
-class Expired:
-    """What time ended, by id: claims, sample leases, committed leases whose payloads go, uploads that nobody named."""
-
-    claims: Sequence[str] = ()
-    leases: Sequence[str] = ()
-    retained: Sequence[str] = ()
-    uploads: Sequence[str] = ()
-
-    def __bool__(self) -> bool:
-        return bool(self.claims or self.leases or self.retained or self.uploads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +128,13 @@ class Run:
         if step is not None:
             self.state.step = max(self.state.step, step)
 
+    def heard_at(self, now: float) -> float:
+        """When the trainer was heard of last; one that waits is heard of all the time, one without epoch never."""
+        if not self.state.epoch:
+            return float("-inf")
+        parked = any(partition.waits.trainers for partition in self.partitions.values())
+        return now if parked else self.state.contact_at
+
     def open_epoch(self, epoch: int | None, at: Moment) -> tuple[int, list[Wait]]:
         """Fence off the present trainer: returns how many groups came back, and the waits that must end."""
         state = self.state
@@ -157,7 +148,7 @@ class Run:
         returned = 0
         for lease in list(state.leases.live.values()):
             returned += len(lease.groups)
-            self._give_back(lease, LeaseState.RELEASED, at)
+            self.give_back(lease, LeaseState.RELEASED, at)
         fenced: list[Wait] = []
         for partition in self.partitions.values():
             trainers = list(partition.waits.trainers.values())
@@ -310,7 +301,7 @@ class Run:
         lease = self.state.leases.require(lease_id)
         if lease.state is not LeaseState.RELEASED:
             self.state.leases.require_live(lease_id)
-            self._give_back(lease, LeaseState.RELEASED, at)
+            self.give_back(lease, LeaseState.RELEASED, at)
         return lease.group_ids
 
     def renew(self, lease_id: str, at: Moment) -> float:
@@ -326,7 +317,7 @@ class Run:
         if lease.state is LeaseState.COMMITTED:
             return (leases.retained.get(lease.lease_id) or now) - now
         until = leases.deadlines.get(lease.lease_id) or now
-        return max(until, self._heard_at(now) + self.state.config.lease_times.sample) - now
+        return max(until, self.heard_at(now) + self.state.config.lease_times.sample) - now
 
     def release_payload(self, lease_id: str) -> int:
         """The payloads of a committed lease may go; returns the bytes that went."""
@@ -338,80 +329,21 @@ class Run:
         if lease.state is not LeaseState.COMMITTED:
             self.state.leases.require_live(lease_id)
         self.state.leases.retained.discard(lease_id)
-        return self._let_payloads_go(lease)
+        return self.let_payloads_go(lease)
 
-    def _let_payloads_go(self, lease: Lease) -> int:
+    def let_payloads_go(self, lease: Lease) -> int:
+        """Forget what a lease that ended still holds; returns the bytes that went."""
         freed = self.state.payloads.drop(lease.payloads(), lease.small_bytes())
         lease.groups = ()
         return freed
 
-    def _give_back(self, lease: Lease, state: LeaseState, at: Moment) -> None:
+    def give_back(self, lease: Lease, state: LeaseState, at: Moment) -> None:
+        """The groups of a live lease, which ends in `state`, are sampleable again."""
         self.partitions[lease.partition].take_back(lease.groups, at)
         self.state.leases.end(lease, state, at.now)
         lease.groups = ()
 
     # ------------------------------------------------------------------------------------------------------------ time
-
-    def next_expiry(self) -> float | None:
-        """Domain time at which something ends by itself next, or a refill is to be shown, if anything is."""
-        state = self.state
-        candidates = [
-            state.claims.next_expiry(),
-            state.payloads.next_expiry(),
-            state.leases.retained.next(),
-            state.leases.deadlines.next(),
-            *[partition.next_refill() for partition in self.partitions.values()],
-        ]
-        return min([at for at in candidates if at is not None], default=None)
-
-    def _heard_at(self, now: float) -> float:
-        """When the trainer was heard of last; one that waits is heard of all the time, one without epoch never."""
-        if not self.state.epoch:
-            return float("-inf")
-        parked = any(partition.waits.trainers for partition in self.partitions.values())
-        return now if parked else self.state.contact_at
-
-    def expired(self, at: Moment) -> Expired:
-        """What is over, or some of it if that is much; it is to be ended now.
-
-        Leases of a trainer that was heard of since live on.
-        """
-        state = self.state
-        extended = self._heard_at(at.now) + state.config.lease_times.sample
-        leases: list[str] = []
-        for lease_id in list(state.leases.deadlines.pop_due(at.now)):
-            if extended > at.now:
-                state.leases.deadlines.set(lease_id, extended)
-            else:
-                leases.append(lease_id)
-        return Expired(
-            state.claims.expired(at.now, EXPIRIES_PER_TURN),
-            leases,
-            list(state.leases.retained.pop_due(at.now)),
-            state.payloads.expired(at.now, EXPIRIES_PER_TURN),
-        )
-
-    def refills_due(self, at: Moment) -> list[Partition]:
-        """The partitions in which a wait may be shown what was gathered for it."""
-        due = ((partition, partition.next_refill()) for partition in self.partitions.values())
-        return [partition for partition, when in due if when is not None and when <= at.now]
-
-    def expire(self, over: Expired, at: Moment) -> list[Partition]:
-        """End what is over; returns the partitions that changed."""
-        state = self.state
-        touched: dict[str, None] = {}
-        for claim in state.claims.take(over.claims):
-            results.expire(self.partitions[claim.partition], claim, at)
-            touched[claim.partition] = None
-        for lease_id in over.leases:
-            lease = state.leases.live[lease_id]
-            self._give_back(lease, LeaseState.EXPIRED, at)
-            touched[lease.partition] = None
-        for lease_id in over.retained:
-            state.leases.retained.discard(lease_id)
-            self._let_payloads_go(state.leases.require(lease_id))
-        state.payloads.forget_uploads(over.uploads)
-        return [self.partitions[name] for name in touched]
 
     def restart(self, id_prefix: str, at: Moment) -> None:
         """The service began anew: nobody waits, and whatever runs out does so after its full time from now on."""

@@ -9,11 +9,12 @@ from collections.abc import Callable
 
 from services.buffer import commands
 from services.buffer.domain.config import RunConfig
+from services.buffer.domain.expiry import Expired, expire
 from services.buffer.domain.external import ExternalBook
 from services.buffer.domain.moment import Moment
 from services.buffer.domain.payloads import PayloadStore
 from services.buffer.domain.pump import LeaseSpec, take_lease
-from services.buffer.domain.run import Expired, Run
+from services.buffer.domain.run import Run
 from services.buffer.memory import Memory
 from services.buffer.storage.restoring import Restoring
 from services.buffer.wire.config import config_from, run_to
@@ -162,7 +163,7 @@ def _expire(replay: Replay, run: Run, record: st.Record, at: Moment) -> object:
     over = Expired(list(said.claims), list(said.leases), list(said.retained), list(said.uploads))
     for lease_id in over.leases:
         run.state.leases.deadlines.discard(lease_id)
-    return run.expire(over, at)
+    return expire(run, over, at)
 
 
 def _upload(replay: Replay, run: Run, record: st.Record, at: Moment) -> object:

@@ -17,6 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from services.buffer.domain import results, work
 from services.buffer.domain.claims import Claim
 from services.buffer.domain.config import LeaseTimes, Strategy
+from services.buffer.domain.expiry import expire, expired
 from services.buffer.domain.group import GroupState
 from services.buffer.domain.refill import RefillClaim
 from services.buffer.domain.results import Failure, FailureKind
@@ -174,7 +175,7 @@ class PartitionMachine(RuleBasedStateMachine):
             until = self.world.run.state.claims.until(claim.token.claim_id)
             if until is not None and until <= self.world.now:
                 self.groups[claim.group.group_id].failures.update(claim.open)
-        self.world.run.expire(self.world.run.expired(self.world.at), self.world.at)
+        expire(self.world.run, expired(self.world.run, self.world.at), self.world.at)
         self._resync()
         self._pump()
 

@@ -10,6 +10,7 @@ import pytest
 from services.buffer.domain import access, leases
 from services.buffer.domain.caps import Caps
 from services.buffer.domain.config import LeaseTimes, Strategy
+from services.buffer.domain.expiry import expire, expired, next_expiry
 from services.buffer.domain.group import GroupState
 from services.buffer.domain.leases import Lease
 from services.buffer.domain.moment import Moment
@@ -121,16 +122,16 @@ def test_a_lease_lives_while_its_epoch_does() -> None:
     world.now = 9.0
     world.run.contact(world.at)
     world.now = 18.0
-    assert world.run.expire(world.run.expired(world.at), world.at) == []
+    assert expire(world.run, expired(world.run, world.at), world.at) == []
     assert world.run.lease_left(lease, world.now) == 1.0
     wait, _, _ = world.wait(5)
     world.now = 50.0
-    assert world.run.expire(world.run.expired(world.at), world.at) == [], "a trainer that waits is there"
+    assert expire(world.run, expired(world.run, world.at), world.at) == [], "a trainer that waits is there"
     world.run.close_wait(world.partition, wait, world.at)
     world.run.close_wait(world.partition, wait, world.at)
-    assert world.run.next_expiry() == 60.0
+    assert next_expiry(world.run) == 60.0
     world.now = 60.0
-    assert world.run.expire(world.run.expired(world.at), world.at) == [world.partition]
+    assert expire(world.run, expired(world.run, world.at), world.at) == [world.partition]
     assert (world.depth(), reason(lambda: world.run.commit(lease.lease_id, world.at))) == (1, "LEASE_EXPIRED")
 
 
@@ -146,7 +147,7 @@ def test_a_lease_without_an_epoch_is_extended_by_renewal_alone() -> None:
     world.wait(5)
     assert world.run.lease_left(lease, world.now) == 2.0
     world.now = 18.0
-    world.run.expire(world.run.expired(world.at), world.at)
+    expire(world.run, expired(world.run, world.at), world.at)
     assert world.depth() == 1
 
 
@@ -167,7 +168,7 @@ def test_payloads_of_a_committed_lease_stay_until_released_or_over() -> None:
         else:
             world.now = 10.0
             world.run.contact(world.at)
-            world.run.expire(world.run.expired(world.at), world.at)
+            expire(world.run, expired(world.run, world.at), world.at)
         assert (world.run.state.payloads.held, len(world.store)) == (0, 0)
         assert reason(partial(access.of_lease, world.run, lease.lease_id)) == "LEASE_COMMITTED"
 
@@ -188,7 +189,7 @@ def test_a_repeated_request_gets_its_answer_again() -> None:
     assert reason(lambda: world.sample(1, request_id="s")) == "LEASE_RELEASED"
     leased(world.sample(1, request_id="t"))
     world.now = 100.0
-    world.run.expire(world.run.expired(world.at), world.at)
+    expire(world.run, expired(world.run, world.at), world.at)
     assert reason(lambda: world.sample(1, request_id="t")) == "LEASE_EXPIRED"
 
 
@@ -200,7 +201,7 @@ def test_take_and_forget_can_be_repeated_until_its_time_ends() -> None:
     world.run.commit(first.lease_id, world.at)
     assert leased(world.sample(1, request_id="r", auto_commit=True)) is first
     world.now = 10.0
-    world.run.expire(world.run.expired(world.at), world.at)
+    expire(world.run, expired(world.run, world.at), world.at)
     assert reason(lambda: world.sample(1, request_id="r", auto_commit=True)) == "ALREADY_COMMITTED"
     assert world.partition.ledger().committed == 1
 

@@ -11,6 +11,7 @@ from services.buffer.domain import results
 from services.buffer.domain.claims import ClaimToken
 from services.buffer.domain.config import LeaseTimes, Strategy
 from services.buffer.domain.events import GroupEventKind
+from services.buffer.domain.expiry import expire, expired, next_expiry
 from services.buffer.domain.group import GroupState
 from services.buffer.domain.results import Failure, FailureKind, Progress
 from services.buffer.domain.trajectory import TrajectoryState
@@ -152,18 +153,18 @@ def test_an_expired_claim_is_a_failed_attempt_of_its_open_trajectories() -> None
     world.finish(claim, index=0)
     world.now = 9.0
     world.run.renew_claim(claim.token, world.at)
-    assert world.run.next_expiry() == 19.0
+    assert next_expiry(world.run) == 19.0
     world.now = 18.0
-    assert world.run.expire(world.run.expired(world.at), world.at) == []
+    assert expire(world.run, expired(world.run, world.at), world.at) == []
     world.now = 19.0
-    assert world.run.expire(world.run.expired(world.at), world.at) == [world.partition]
+    assert expire(world.run, expired(world.run, world.at), world.at) == [world.partition]
     group = world.partition.groups["g"]
     assert (group.state, group.pending, group.finished) == (GroupState.RUNNING, 2, 1)
     assert [trajectory.attempt for trajectory in group.trajectories] == [1, 2, 2]
     assert [trajectory.failures for trajectory in group.trajectories] == [0, 1, 1]
     [claim] = world.claim(3)
     world.now = 40.0
-    world.run.expire(world.run.expired(world.at), world.at)
+    expire(world.run, expired(world.run, world.at), world.at)
     assert group.state is GroupState.FAILED
     assert group.error == "the claim expired"
 
