@@ -11,17 +11,15 @@ Whoever waits is told exactly once, in order, and after the first failure is tol
 from __future__ import annotations
 
 import asyncio
-import itertools
-import resource
 import sqlite3
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Collection
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
-from time import perf_counter
 from typing import Final, TypeVar
 
 from services.runtime.errors import TurnoutError, failed_precondition, out_of_range
+from services.runtime.journal.at_once import AtOnce
 from services.runtime.journal.ballast import Ballast
 from services.runtime.journal.batch import (
     PARCEL_BYTES,
@@ -51,6 +49,7 @@ from services.runtime.journal.lock import DirectoryLock
 from services.runtime.journal.opening import Opened, Seams, open_database
 from services.runtime.journal.options import Durability, JournalOptions
 from services.runtime.journal.snapshot import SnapshotReader, SnapshotWriter
+from services.runtime.journal.threads import Threads
 from services.runtime.journal.writer import Job, Writer
 
 SNAPSHOT_BYTES: Final = 1 << 20
@@ -60,28 +59,10 @@ WAL_BOUND: Final = 4
 """Times `checkpoint_bytes` at which commits wait for the checkpoint: without syncs of its own (durability `os`) the
 writer can be faster than the disk for as long as memory lasts."""
 
-AT_ONCE_BYTES: Final = 16 << 10
-"""Largest commit on the loop: some 50 us of copying and checksumming."""
-
-SLOW_S: Final = 0.01
-"""A commit on the loop that waits, and for longer, shows that the kernel holds writers up for a disk that is behind."""
-
-_THREAD: Final[int | None] = getattr(resource, "RUSAGE_THREAD", None)
-_UNKNOWN: Final = itertools.count()
-
-AWAY: Final = 10.0
-"""Times as long as such a commit took, commits then keep off the loop: together they hold it up little."""
-
 _PREFIXES: Final = 10_000
 """Streams whose encoded names are kept at hand: far more than there are runs at a time."""
 
 R = TypeVar("R")
-
-
-def _waits() -> int:
-    """How often this thread gave up the processor to wait for something. That it was taken away does not count."""
-    # Where the system does not say, every long one counts.
-    return next(_UNKNOWN) if _THREAD is None else resource.getrusage(_THREAD).ru_nvcsw
 
 
 class SqliteJournal:
@@ -96,8 +77,7 @@ class SqliteJournal:
         self._seams = seams
         self._lock = lock
         self._ballast = Ballast(files.ballast, options.ballast_bytes)
-        self._reads = ThreadPoolExecutor(1, thread_name_prefix=f"{schema} journal reads")
-        self._rest = ThreadPoolExecutor(1, thread_name_prefix=f"{schema} journal")
+        self._threads = Threads(f"{schema} journal")
         self._loop = asyncio.get_running_loop()
         self._prefixes: dict[str, bytes] = {}
         self._snapshotting = False
@@ -115,16 +95,16 @@ class SqliteJournal:
             raise failure_of(error).error from error
         journal = cls(files, schema, options, seams, lock)
         try:
-            journal._begin(await journal._aside(journal._load))
+            journal._begin(await journal._threads.aside(journal._load))
         except asyncio.CancelledError:
-            journal._rest.submit(journal._give_up)  # behind the opening, which goes on
+            journal._threads.submit(journal._give_up)  # behind the opening, which goes on
             raise
         except BaseException:
             lock.release()
             raise
         finally:
             if journal._state is not JournalState.OPEN:
-                journal._shut_threads()
+                journal._threads.shut()
         return journal
 
     def _load(self) -> Opened:
@@ -150,7 +130,7 @@ class SqliteJournal:
         self._last = Parcel()
         self._last.settle()
         self._checkpointing: Future[None] | None = None
-        self._here_again = 0.0
+        self._at_once = AtOnce()
         self._state = JournalState.OPEN
         self._failure = None
         self._stopped: asyncio.Future[JournalFailure] = self._loop.create_future()
@@ -244,7 +224,7 @@ class SqliteJournal:
         # Opened at once, on the loop: a newer snapshot may remove the file in the next turn.
         reader = SnapshotReader(self._files, meta.journal_id, meta.snapshot_position, meta.snapshot_crc)
         try:
-            while chunks := await self._elsewhere(self._reads, lambda: reader.take(SNAPSHOT_BYTES)):
+            while chunks := await self._threads.read(lambda: reader.take(SNAPSHOT_BYTES)):
                 for chunk in chunks:
                     yield chunk
         finally:
@@ -272,17 +252,17 @@ class SqliteJournal:
             raise not_failed(self._state.name)
         await self._writer.stop()
         try:
-            self._begin(await self._aside(self._load))
+            self._begin(await self._threads.aside(self._load))
         except TurnoutError as error:
             if error.reason == FSYNC_REASON:
                 self._state = JournalState.FATAL
             raise
 
     async def give_back_ballast(self) -> bool:
-        return await self._aside(self._ballast.give_back)
+        return await self._threads.aside(self._ballast.give_back)
 
     async def take_ballast(self) -> bool:
-        return await self._aside(self._ballast.take)
+        return await self._threads.aside(self._ballast.take)
 
     async def close(self) -> None:
         if self._state is JournalState.CLOSED:
@@ -292,12 +272,12 @@ class SqliteJournal:
         self._state = JournalState.CLOSED
         await self._writer.stop()
         try:
-            await self._aside(lambda: self._unload(checkpoint=in_order and self._failure is None))
+            await self._threads.aside(lambda: self._unload(checkpoint=in_order and self._failure is None))
         except sqlite3.Error as error:
             # Everything is durable in the WAL; the next opening copies it.
             self._failure = self._failure or failure_of(error)
         finally:
-            self._shut_threads()
+            self._threads.shut()
             self._lock.release()
             self._stop(self._failure or JournalFailure(closed(), fatal=False))
 
@@ -355,27 +335,22 @@ class SqliteJournal:
             self._hand_over()
             return
         self._last, self._parcel = parcel, None
-        waits, begun = _waits(), perf_counter()
         try:
-            stored = self._database.append_at_once(parcel.count, parcel.body())
+            stored = self._at_once.run(lambda: self._database.append_at_once(parcel.count, parcel.body()))
         except Exception as error:
             self.broke([parcel], None, failure_of(error))
             return
         if not stored:
             self._writer.hand_in(parcel)
             return
-        now = perf_counter()
-        if now - begun > SLOW_S and _waits() != waits:
-            self._here_again = now + AWAY * (now - begun)
         self.committed([parcel])
 
     def _may_commit_here(self, parcel: Parcel) -> bool:
         return (
             self._options.durability is Durability.OS
-            and parcel.size <= AT_ONCE_BYTES
             and self._writer.idle
             and self._database.wal_bytes < self._options.checkpoint_bytes
-            and perf_counter() >= self._here_again
+            and self._at_once.may(parcel.size)
         )
 
     def _hand_over(self) -> None:
@@ -389,13 +364,9 @@ class SqliteJournal:
             raise self._refusal()
         return self._writer.call(run)
 
-    async def _aside(self, run: Callable[[], R]) -> R:
-        """Run something rare on the thread for that."""
-        return await self._elsewhere(self._rest, run)
-
     async def _read(self, run: Callable[[], R], chain: Chain) -> R:
         try:
-            return await self._elsewhere(self._reads, run)
+            return await self._threads.read(run)
         except sqlite3.ProgrammingError:
             raise reopened() from None  # The connection was closed under the reader.
         except sqlite3.Error as error:
@@ -404,19 +375,9 @@ class SqliteJournal:
                 raise damaged(self._files.database.name, str(error), last_good=last_good) from error
             raise failure_of(error).error from error
 
-    async def _elsewhere(self, threads: ThreadPoolExecutor, run: Callable[[], R]) -> R:
-        try:
-            pending = self._loop.run_in_executor(threads, run)
-        except RuntimeError:
-            raise closed() from None  # The threads were shut down.
-        try:
-            return await pending
-        except OSError as error:
-            raise failure_of(error).error from error
-
     async def _write_snapshot(self, database: Database, position: int, chunks: AsyncIterable[bytes]) -> None:
         journal_id = database.meta.journal_id
-        writer = await self._aside(lambda: SnapshotWriter(self._files, journal_id, position))
+        writer = await self._threads.aside(lambda: SnapshotWriter(self._files, journal_id, position))
         try:
             lot: list[bytes] = []
             size = 0
@@ -424,23 +385,23 @@ class SqliteJournal:
                 lot.append(chunk)
                 size += len(chunk)
                 if size >= SNAPSHOT_BYTES:
-                    await self._aside(partial(writer.write, lot))
+                    await self._threads.aside(partial(writer.write, lot))
                     lot, size = [], 0
-            await self._aside(partial(writer.write, lot))
-            crc = await self._aside(writer.finish)
+            await self._threads.aside(partial(writer.write, lot))
+            crc = await self._threads.aside(writer.finish)
             registered = self._call(lambda: database.begin_with_snapshot(position, crc))
         except asyncio.CancelledError:
-            self._rest.submit(writer.discard)  # behind what the thread still writes
+            self._threads.submit(writer.discard)  # behind what the thread still writes
             raise
         except BaseException:
-            await self._aside(writer.discard)
+            await self._threads.aside(writer.discard)
             raise
         # From here on the database may name the file, so even a cancelled caller leaves it: the next opening removes
         # what is not named.
         await registered
         while await self._call(database.delete_slice):
             pass
-        await self._aside(lambda: self._checkpoint(database.remove_old_snapshots))
+        await self._threads.aside(lambda: self._checkpoint(database.remove_old_snapshots))
 
     def _after_work(self) -> None:
         """Start a checkpoint if the WAL is long, and wait for it if it is too long; on the writer's thread."""
@@ -448,7 +409,7 @@ class SqliteJournal:
         if length < limit:
             return
         if self._checkpointing is None or self._checkpointing.done():
-            self._checkpointing = self._rest.submit(self._checkpoint, self._database.checkpoint)
+            self._checkpointing = self._threads.submit(partial(self._checkpoint, self._database.checkpoint))
         if length >= WAL_BOUND * limit:
             wait([self._checkpointing])
 
@@ -459,7 +420,3 @@ class SqliteJournal:
             # A full disk leaves the WAL as it is: commits go on while it has room, and ask again.
             if cause_of(error) is not Cause.DISK_FULL:
                 self._loop.call_soon_threadsafe(self.broke, [], None, failure_of(error))
-
-    def _shut_threads(self) -> None:
-        self._reads.shutdown(wait=False)
-        self._rest.shutdown(wait=False)

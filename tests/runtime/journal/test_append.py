@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from services.runtime.errors import TurnoutError
 from services.runtime.journal import Durability, Durable, JournalState, Record
+from services.runtime.journal.at_once import AT_ONCE_BYTES, AWAY, SLOW_S
 from services.runtime.journal.meta import Connection, connect_sqlite
 from services.runtime.journal.opening import Seams
-from services.runtime.journal.sqlite import AT_ONCE_BYTES, AWAY, SLOW_S
 from tests.runtime.journal.helpers import Faults, chunked, opened, options, records_of, snapshot_of
 
 LEVELS = [Durability.FSYNC, Durability.OS]
