@@ -18,7 +18,9 @@ from services.engine.domain.blackout import BlackoutMeter
 from services.engine.domain.kept import Kept
 from services.engine.domain.placement import Placement
 from services.engine.domain.replica import Replica
+from services.engine.domain.requests import JoinKey
 from services.engine.domain.spec import ReplicaSpec, Role, Route
+from services.engine.domain.wishes import Wishes
 from services.engine.slot import Slot
 from services.runtime.clock import Clock
 from services.runtime.errors import Code, TurnoutError, already_exists, failed_precondition, not_found, unavailable
@@ -32,6 +34,7 @@ class Fleet:
 
     def __init__(self, clock: Clock, open_backend: OpenBackend, probe_timeout: float, book: Book) -> None:
         self.placement = Placement()
+        self.wishes = Wishes()
         self.routes = Changes()
         self.replicas = Changes()
         self.blackout = BlackoutMeter(clock.now())
@@ -171,6 +174,12 @@ class Fleet:
         """Replicas on which requests may be placed, those that serve first."""
         routes = [(slot.replica_id, slot.replica.route) for slot in self.all]
         return [replica_id for wanted in (Route.SERVING, Route.HELD) for replica_id, route in routes if route is wanted]
+
+    def usable_for(self, key: JoinKey | None) -> list[str]:
+        """Those of them where the request is wanted; all of them if it is wanted nowhere, or where none is usable."""
+        usable, role = self.usable(), self.wishes.role(key)
+        wanted = [replica_id for replica_id in usable if self._slots[replica_id].replica.spec.role is role]
+        return wanted or usable
 
     # --------------------------------------------------------------------------------------------------------- changes
 

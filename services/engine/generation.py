@@ -16,7 +16,7 @@ from typing import Final
 from services.engine.backends.base import EngineOutput, EngineRequest, engine_dead
 from services.engine.domain.placement import Ticket
 from services.engine.domain.requests import Finish, Generation, Piece
-from services.engine.domain.spec import Health, Route
+from services.engine.domain.spec import Health, Role, Route
 from services.engine.fleet import Fleet
 from services.engine.slot import Slot
 from services.runtime.clock import Clock
@@ -72,6 +72,7 @@ class Live:
         self.ticket: Ticket | None = None
         self.engine_id = ""
         self.aborted = False
+        self.moving = False
         self.stopped: TurnoutError | None = None
         self.ended = asyncio.Event()
         self._woken = asyncio.Event()
@@ -167,6 +168,22 @@ class Generations:
         await asyncio.gather(*aborts, self._all_ended(chosen))
         return len(chosen)
 
+    async def move(self) -> None:
+        """Let requests that run on a standalone replica and are wanted on hybrids go on there, if one serves."""
+        hybrids = self._fleet.select(roles=[Role.HYBRID])
+        if not any(slot.serves() for slot in hybrids):
+            return
+        by_slot: dict[Slot, list[str]] = {}
+        for live in self._live.values():
+            slot = live.slot
+            if slot is None or not live.engine_id or live.generation.pinned_to or live.aborted:
+                continue
+            wanted = self._fleet.wishes.role(live.generation.join_key)
+            if wanted is Role.HYBRID and slot.replica.spec.role is Role.STANDALONE:
+                live.moving = True
+                by_slot.setdefault(slot, []).append(live.engine_id)
+        await asyncio.gather(*(self._abort_on(slot, engine_ids) for slot, engine_ids in by_slot.items()))
+
     def stop(self) -> None:
         """The service stops: every request ends with UNAVAILABLE / DRAINING."""
         for live in list(self._live.values()):
@@ -217,7 +234,7 @@ class Generations:
                         yield step
                         if isinstance(step, Finish):
                             return
-                if slot.serves() and len(live.generation.output) == before:
+                if slot.serves() and len(live.generation.output) == before and not live.moving:
                     raise unavailable("ENGINE_ABORTED", f"{slot.replica_id} ended a request that nobody aborted")
             except TurnoutError as error:
                 fruitless = 0 if len(live.generation.output) > before else fruitless + 1
@@ -228,6 +245,7 @@ class Generations:
                 slot.suspect()
             finally:
                 live.slot = None
+                live.moving = False
                 if ticket is not None:
                     self._fleet.placement.release(ticket)
 
@@ -260,7 +278,9 @@ class Generations:
             if live.aborted:
                 return None
             seen = self._fleet.routes.version
-            ticket = self._fleet.placement.place(self._fleet.usable(), live.generation.session_id)
+            ticket = self._fleet.placement.place(
+                self._fleet.usable_for(live.generation.join_key), live.generation.session_id
+            )
             if ticket is not None:
                 return ticket
             if self._clock.now() >= gives_up:

@@ -7,12 +7,13 @@ is on its way out.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
 from services.engine.book import Book
 from services.engine.deadline import Deadline
 from services.engine.domain.lends import Lends
 from services.engine.domain.operations import Operation
+from services.engine.domain.requests import JoinKey
 from services.engine.domain.spec import Health, Role
 from services.engine.fanout import ALREADY, FanOut, Result, Target, carry_out
 from services.engine.fleet import Fleet
@@ -41,14 +42,24 @@ class Lending:
         self._routed = routed
 
     async def begin(
-        self, lend_id: str, replica_ids: Sequence[str], keep_sessions: bool, timeout: float
+        self,
+        lend_id: str,
+        replica_ids: Sequence[str],
+        keep_sessions: bool,
+        timeout: float,
+        wanted: Mapping[Role, Sequence[JoinKey]] | None = None,
     ) -> tuple[Operation, tuple[str, ...]]:
-        """Hold requests for hybrid replicas and wake their weight memory; returns the members of the lend."""
+        """Hold requests for hybrid replicas and wake their weight memory; returns the members of the lend.
+
+        `wanted`: on replicas of which role running requests are to go on.
+        """
         require_id("lend_id", lend_id)
         asked = self._hybrids(replica_ids)
         chosen = asked if replica_ids else [slot for slot in asked if slot.replica.health is Health.HEALTHY]
         members = self._lends.begin(lend_id, (slot.replica_id for slot in chosen))
         self._book.lend(lend_id)
+        wanted = wanted or {}
+        self._fleet.wishes.begin(wanted.get(Role.HYBRID, ()), wanted.get(Role.STANDALONE, ()))
         if not keep_sessions:
             self._fleet.placement.clear_sessions()
 
@@ -120,6 +131,8 @@ class Lending:
         self._lends.reclaim(ids)
         if open_lend:
             self._book.lend(open_lend)
+        if not self._lends.lend_id:
+            self._fleet.wishes.clear()
         self._fleet.placement.clear_sessions(ids)
         for slot in slots:
             slot.replica.withdraw()

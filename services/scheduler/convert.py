@@ -27,7 +27,8 @@ from services.scheduler.domain.resume import Resume
 from services.scheduler.domain.run import Run
 from services.scheduler.policies.config import SwitchConfig
 from services.scheduler.policies.errors import FieldError
-from services.scheduler.policies.types import Action, Decision
+from services.scheduler.policies.types import Action, Decision, Placement, RequestKey
+from turnout.engine.v1 import engine_pb2
 from turnout.scheduler.v1 import scheduler_pb2
 
 _SWITCH_FIELDS = tuple(SwitchConfig.__dataclass_fields__)
@@ -137,11 +138,12 @@ def decision_to_proto(decision: Decision | None) -> scheduler_pb2.Decision | Non
         numbers=dict(decision.numbers),
         predicted_wait=None if wait_s is None else duration_of(max(0.0, wait_s)),
         threshold=decision.threshold,
+        placement=None if decision.placement is None else placement_to_proto(decision.placement),
     )
 
 
 def decision_from_proto(message: scheduler_pb2.Decision) -> Decision:
-    """What `decision_to_proto` was given, but for what it leaves out: placement and recheck_at."""
+    """What `decision_to_proto` was given, but for what it leaves out: recheck_at."""
     wait_s = duration_seconds(message.predicted_wait, "predicted_wait") if message.HasField("predicted_wait") else None
     return Decision(
         action=Action[DecisionAction(message.action).name],
@@ -149,7 +151,23 @@ def decision_from_proto(message: scheduler_pb2.Decision) -> Decision:
         predicted_wait_s=wait_s,
         numbers=dict(message.numbers),
         threshold=message.threshold if message.HasField("threshold") else None,
+        placement=_placement(message.placement) if message.HasField("placement") else None,
     )
+
+
+def placement_to_proto(placement: Placement, partition: str = "") -> engine_pb2.Placement:
+    """Where running requests of `partition` go on."""
+    message = engine_pb2.Placement()
+    for key in placement.hybrid:
+        message.hybrid.add(partition=partition, group_id=key.group, trajectory=key.trajectory)
+    for key in placement.standalone:
+        message.standalone.add(partition=partition, group_id=key.group, trajectory=key.trajectory)
+    return message
+
+
+def _placement(message: engine_pb2.Placement) -> Placement:
+    hybrid = tuple(RequestKey(key.group_id, key.trajectory) for key in message.hybrid)
+    return Placement(hybrid, tuple(RequestKey(key.group_id, key.trajectory) for key in message.standalone))
 
 
 def run_to_proto(run: Run, now: float, scale: float, buffer_target: str, engine_target: str) -> scheduler_pb2.Run:

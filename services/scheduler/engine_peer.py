@@ -109,14 +109,17 @@ class EnginePeer:
         request = engine_pb2.OpenEpochRequest(run_id=self._run_id, epoch=epoch)
         await self._call(self._stub.OpenEpoch(request, timeout=self._transition_timeout_s))
 
-    async def begin_lend(self, epoch: int, lend_id: str, *, keep_sessions: bool) -> tuple[str, ...]:
-        """Routes HELD, weights awake; the replicas that wait for weights."""
+    async def begin_lend(
+        self, epoch: int, lend_id: str, placement: engine_pb2.Placement | None, *, keep_sessions: bool
+    ) -> tuple[str, ...]:
+        """Routes HELD, weights awake; the replicas that wait for weights. `placement`: where requests go on."""
         request = engine_pb2.BeginLendRequest(
             run_id=self._run_id,
             epoch=epoch,
             lend_id=lend_id,
             keep_sessions=keep_sessions,
             timeout=self._replica_timeout,
+            placement=placement,
         )
         answer = await self._call(self._stub.BeginLend(request, timeout=self._transition_timeout_s))
         return tuple(answer.replica_ids)
@@ -153,6 +156,11 @@ class EnginePeer:
         """A reading of everything that runs every `interval_s` domain seconds."""
         request = engine_pb2.WatchProgressRequest(run_id=self._run_id, interval=duration_of(interval_s))
         return stream_of(lambda: self._parked.WatchProgress(request), UNREACHABLE, self.target)
+
+    async def progress(self, timeout_s: float) -> engine_pb2.ProgressReport:
+        """A reading of everything that runs, now."""
+        request = engine_pb2.GetProgressRequest(run_id=self._run_id)
+        return (await self._call(self._stub.GetProgress(request, timeout=timeout_s))).report
 
     async def _call(self, call: Awaitable[T]) -> T:
         async with errors_of(UNREACHABLE, self.target):

@@ -22,6 +22,7 @@ from services.scheduler.domain.holdings import Holdings
 from services.scheduler.domain.run import Moment, Run
 from services.scheduler.engine_peer import EnginePeer
 from services.scheduler.joins import Joins
+from services.scheduler.policies.types import Point
 from services.scheduler.settings import SchedulerSettings
 from services.scheduler.undertaking import Undertaking
 from turnout.scheduler.v1 import scheduler_pb2
@@ -85,6 +86,10 @@ async def _nothing() -> None:
     return None
 
 
+async def _reads_nothing(_: Point) -> None:
+    return None
+
+
 @dataclass(frozen=True, slots=True)
 class TrainerCall:
     """One call of a trainer: what it said, and what it sets in motion. `work` may be begun again where it stopped."""
@@ -127,6 +132,8 @@ class HostedRun:
     """Ends the waits of the present epoch with an error."""
     stop_following: Callable[[], Awaitable[None]] = _nothing
     """Ends the streams that are followed for the present epoch."""
+    read_progress: Callable[[Point], Awaitable[None]] = _reads_nothing
+    """Looks at what runs before the policy is asked at a point, if that would change its answer."""
     fenced: TurnoutError | None = None
     """Why calls of this epoch are refused already: a successor is being let in, or the run is being closed."""
 

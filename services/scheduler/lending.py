@@ -14,10 +14,12 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from services.runtime.errors import Code, TurnoutError, aborted, failed_precondition
+from services.scheduler.convert import placement_to_proto
 from services.scheduler.domain.events import LendKind, Mode, Transition, TransitionFailed
 from services.scheduler.domain.lends import Lend
 from services.scheduler.engine_peer import Replicas
 from services.scheduler.hosted import HostedRun
+from services.scheduler.policies.types import Placement
 
 T = TypeVar("T")
 
@@ -137,8 +139,10 @@ async def ensure_trainer(hosted: HostedRun) -> float | None:
     return cost_s if served else None
 
 
-async def begin(hosted: HostedRun, lend: Lend, *, keep_sessions: bool = False) -> None:
-    """Begin `lend` on the controller, or go on with that if it is open.
+async def begin(
+    hosted: HostedRun, lend: Lend, placement: Placement | None = None, *, keep_sessions: bool = False
+) -> None:
+    """Begin `lend` on the controller, or go on with that if it is open. `placement`: where running requests go on.
 
     Raises ABORTED / LEND_FAILED, with the lend abandoned and the run in between until `undo`; or the refusal of a lend
     that cannot begin, with nothing changed.
@@ -149,21 +153,24 @@ async def begin(hosted: HostedRun, lend: Lend, *, keep_sessions: bool = False) -
         await claim_hybrids(hosted)
         run.begin_lend(lend, hosted.moment)
     try:
-        await _begin_on_controller(hosted, lend, keep_sessions=keep_sessions)
+        await _begin_on_controller(hosted, lend, placement, keep_sessions=keep_sessions)
     except TurnoutError as error:
         failure = _failed(hosted, Transition.LEND, error)
         run.abandoned(lend, failure.message, hosted.moment)
         raise failure from error
 
 
-async def _begin_on_controller(hosted: HostedRun, lend: Lend, *, keep_sessions: bool) -> None:
+async def _begin_on_controller(
+    hosted: HostedRun, lend: Lend, placement: Placement | None = None, *, keep_sessions: bool
+) -> None:
     run, clock = hosted.run, hosted.tools.clock
+    placed = None if placement is None else placement_to_proto(placement, run.config.partition)
     run.unfinished_lend = lend.lend_id
     if lend.ordered_at is None:
         lend.ordered_at = clock.now()
     await hosted.durable()
     lend.replica_ids = await _try(
-        hosted, lambda: hosted.engine.begin_lend(run.epoch, lend.lend_id, keep_sessions=keep_sessions)
+        hosted, lambda: hosted.engine.begin_lend(run.epoch, lend.lend_id, placed, keep_sessions=keep_sessions)
     )
     lend.begin_s = clock.now() - lend.ordered_at
     lend.ordered_at = None

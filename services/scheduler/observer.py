@@ -2,23 +2,32 @@
 
 Invariants: a stream that breaks is taken up again, group events from the next one on, so none is told twice or left out
 while the buffer keeps them; a controller's new incarnation voids what was confirmed before anything else of it is used.
+A decision waits for a reading of what runs only where the policy uses it and the last one is old, and never for long:
+without one the policy goes on from the last.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Iterable
 
 from services.runtime.errors import Code, TurnoutError
 from services.runtime.logs import get_logger
 from services.scheduler.domain import events
 from services.scheduler.hosted import HostedRun
+from services.scheduler.policies.types import Point
+from services.scheduler.readings import counters_of, on_hybrid, requests_of
 from turnout.buffer.v1 import buffer_pb2
 from turnout.engine.v1 import engine_pb2
 
 _RETRY_S = 0.5
 """Pause before a broken stream is taken up again, wall time: a restarted peer is followed at once, a dead one costs
 nothing."""
+
+_FRESH_S = 2.0
+"""A reading as old as this is taken again before a decision, domain seconds; decoding goes a few dozen tokens further
+meanwhile. In a wait, where a decision is due at every arrival, those that come by themselves are fresh enough."""
 
 _log = get_logger("scheduler")
 
@@ -34,7 +43,9 @@ class Observer:
         self._following = hosted.following
         self._tasks: list[asyncio.Task[None]] = []
         self._replicas: dict[str, engine_pb2.Replica] = {}
+        self._read_at: float | None = None
         hosted.stop_following = self.close
+        hosted.read_progress = self.read_progress
 
     def start(self) -> None:
         """Begin to follow."""
@@ -85,10 +96,11 @@ class Observer:
             case buffer_pb2.GROUP_EVENT_KIND_TRAJECTORY_FINISHED:
                 self._following.last_replica = event.replica_id
                 length = event.lengths[0] if event.lengths else 0
-                return events.TrajectoryFinished(event.group_id, event.index, length, event.replica_id)
+                pool = self._on_hybrid(event.replica_id)
+                return events.TrajectoryFinished(event.group_id, event.index, length, event.replica_id, pool)
             case buffer_pb2.GROUP_EVENT_KIND_FINISHED:
-                on_hybrid = self._on_hybrid(event.replica_id or self._following.last_replica)
-                return events.GroupFinished(event.group_id, tuple(event.lengths), event.born_step, on_hybrid)
+                pool = self._on_hybrid(event.replica_id or self._following.last_replica)
+                return events.GroupFinished(event.group_id, tuple(event.lengths), event.born_step, pool)
             case buffer_pb2.GROUP_EVENT_KIND_REISSUED:
                 return events.TrajectoriesReissued(event.group_id, event.trajectories)
             case kind if kind in _EXITS:
@@ -96,8 +108,7 @@ class Observer:
         return None
 
     def _on_hybrid(self, replica_id: str) -> bool | None:
-        replica = self._replicas.get(replica_id)
-        return None if replica is None else replica.spec.role == engine_pb2.REPLICA_ROLE_HYBRID
+        return on_hybrid(self._replicas.get(replica_id))
 
     # --------------------------------------------------------------------------------------------- controller
 
@@ -138,44 +149,32 @@ class Observer:
 
     async def _progress(self) -> None:
         interval_s = self._hosted.tools.settings.progress_interval_s
-        partition = self._hosted.run.config.partition
         async for message in self._hosted.engine.watch_progress(interval_s):
-            report, run, moment = message.report, self._hosted.run, self._hosted.moment
-            requests = tuple(
-                events.RunningRequest(
-                    request.join_key.group_id,
-                    request.join_key.trajectory,
-                    request.output_tokens,
-                    request.replica_id,
-                    _hybrid_role(request.role) if request.replica_id else None,
-                )
-                for request in report.requests
-                if request.join_key.partition == partition
-            )
-            run.record(events.RequestProgress(requests, report.covered_share), moment)
-            run.record(events.ReplicaCounters(tuple(map(self._reading, report.replicas))), moment)
+            self._saw_progress(message.report)
 
-    def _reading(self, counters: engine_pb2.ReplicaCounters) -> events.ReplicaReading:
-        replica = self._replicas.get(counters.replica_id)
-        route = replica.route if replica is not None and replica.route else events.RouteState.OUT
-        return events.ReplicaReading(
-            counters.replica_id,
-            _hybrid_role(counters.role),
-            counters.decoded_tokens,
-            counters.prefilled_tokens,
-            counters.prefill_seconds,
-            counters.running,
-            events.RouteState(route),
-        )
+    def _saw_progress(self, report: engine_pb2.ProgressReport) -> None:
+        run, moment = self._hosted.run, self._hosted.moment
+        self._read_at = moment.now
+        run.record(requests_of(report, run.config.partition), moment)
+        run.record(counters_of(report, self._replicas), moment)
+
+    async def read_progress(self, point: Point) -> None:
+        """Let a policy that predicts see what runs now, before it is asked at `point`."""
+        settings, now = self._hosted.tools.settings, self._hosted.tools.clock.now()
+        if not (settings.watch_progress and self._hosted.run.reads_progress(point)):
+            return
+        oldest_s = settings.progress_interval_s if point is Point.WAITING else _FRESH_S
+        if self._read_at is not None and now - self._read_at < oldest_s:
+            return
+        # Also of one that fails: a controller that does not answer keeps one decision waiting, not each.
+        self._read_at = now
+        with contextlib.suppress(TurnoutError):
+            self._saw_progress(await self._hosted.engine.progress(settings.progress_timeout_s))
 
 
 def _reasons(reasons: Iterable[int]) -> tuple[events.EvictionReason, ...]:
     """The reasons of an eviction that are known here."""
     return tuple(events.EvictionReason(reason) for reason in reasons if reason in _REASONS)
-
-
-def _hybrid_role(role: int) -> bool:
-    return role == engine_pb2.REPLICA_ROLE_HYBRID
 
 
 def _gpus(replicas: list[engine_pb2.Replica]) -> int:

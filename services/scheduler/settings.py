@@ -57,6 +57,13 @@ class SchedulerSettings(ServiceSettings):
         le=10,
         description="Domain seconds between two readings of running requests and replica counters.",
     )
+    progress_timeout_s: float = Field(
+        1.0,
+        gt=0,
+        le=60,
+        description="Seconds given to an engine controller for a reading that a decision waits for; without it the "
+        "policy goes on from the last one.",
+    )
     watch_progress: bool = Field(
         True,
         description="Read running requests and replica counters: policies that predict and `turnout top` use them.",

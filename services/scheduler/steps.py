@@ -109,6 +109,8 @@ class Steps:
         hosted, run = self._hosted, self._hosted.run
         if not call.decided:
             asks = run.modes.lent and run.next_config.switching
+            if asks:
+                await hosted.read_progress(Point.STEP_BEGIN)
             depth = await hosted.buffer.depth(step) if asks else None
             if standalone_update_s is not None and not run.announced(step):
                 self._synced(False, standalone_update_s, step - 1)
@@ -161,6 +163,7 @@ class Steps:
         """Close `step`, and lend if the policy says so."""
         hosted, run = self._hosted, self._hosted.run
         if not call.decided:
+            await hosted.read_progress(Point.STEP_END)
             depth = await hosted.buffer.depth(step + 1) if run.config.switching else None
             run.record(events.StepEnded(step), hosted.moment)
             if depth is not None:
@@ -191,7 +194,8 @@ class Steps:
             if lend is None or lend.lend_id != call.lend_id:
                 lend = Lend(call.lend_id, kind, weight_version, run.resumed)
             try:
-                await lending.begin(hosted, lend, keep_sessions=kind is LendKind.VALIDATION)
+                placement = None if call.decision is None else call.decision.placement
+                await lending.begin(hosted, lend, placement, keep_sessions=kind is LendKind.VALIDATION)
             except TurnoutError as error:
                 call.lend_failure = error.message
                 failure = error
@@ -220,6 +224,7 @@ class Steps:
     async def _first_sample(self, call: Undertaking, cursor: int) -> Answered:
         hosted, run, key = self._hosted, self._hosted.run, call.key
         if not call.decided:
+            await hosted.read_progress(Point.SAMPLE_BEGIN)
             depth = await hosted.buffer.depth(key.step)
             run.begin_sample(key.mini_batch, depth, hosted.moment)
             call.sampleable = depth.sampleable

@@ -162,7 +162,7 @@ class Wait:
                     if self._rearm:
                         return None
                     if not upcoming.done():
-                        if self._asked_back():
+                        if await self._asked_back():
                             break
                         continue
                     event = upcoming.result()
@@ -171,7 +171,7 @@ class Wait:
                     if event.HasField("done"):
                         return self._final(event.done)
                     upcoming = asyncio.ensure_future(anext(stream, None))
-                    if self._heard(event):
+                    if await self._heard(event):
                         break
             finally:
                 upcoming.cancel()
@@ -207,7 +207,7 @@ class Wait:
 
     # ------------------------------------------------------------------------------------------------- events
 
-    def _heard(self, event: buffer_pb2.WaitForSampleableResponse) -> bool:
+    async def _heard(self, event: buffer_pb2.WaitForSampleableResponse) -> bool:
         """Forward an event; whether the policy wants the GPUs back."""
         if event.HasField("refill_due"):
             self._callers[-1].tell(event.refill_due)
@@ -217,25 +217,26 @@ class Wait:
         for caller in self._callers:
             caller.tell(event.progress)
         self._observe(event.progress.depth)
-        return self._ask()
+        return await self._ask()
 
-    def _asked_back(self) -> bool:
+    async def _asked_back(self) -> bool:
         """Whether the policy, asked again at the time it named, wants the GPUs back."""
         if self._recheck_at is None or self._hosted.tools.clock.now() < self._recheck_at:
             return False
         # Once only: while a hold stands the policy is not asked, and names no later time.
         self._recheck_at = None
-        return self._ask()
+        return await self._ask()
 
     def _observe(self, depth: buffer_pb2.Depth) -> None:
         reading = depth_of(depth)
         self._depth = Depth(self._step, reading.sampleable, reading.in_flight, reading.unpaid_credits, reading.held)
         self._hosted.run.observe_depth(self._depth, self._hosted.moment)
 
-    def _ask(self) -> bool:
+    async def _ask(self) -> bool:
         # At the target the buffer's final event is on its way, with the evictions in it.
         if self._depth is None or self._depth.held or self._depth.sampleable >= self._target:
             return False
+        await self._hosted.read_progress(Point.WAITING)
         self._decide()
         return self._decision is not None and self._decision.action is Action.RECLAIM
 

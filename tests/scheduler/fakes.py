@@ -255,6 +255,8 @@ class FakeEngine(engine_pb2_grpc.EngineControllerServicer):
         self.deaf: set[str] = set()
         """Replicas that never serve."""
         self.progress: list[engine_pb2.ProgressReport] = []
+        self.present = engine_pb2.ProgressReport(covered_share=1.0)
+        """What GetProgress answers."""
         self.requests: list[Any] = []
         self.moves: list[tuple[str, str]] = []
         """The calls that moved GPUs, each with the lend it was for."""
@@ -378,6 +380,12 @@ class FakeEngine(engine_pb2_grpc.EngineControllerServicer):
                 first, known, told = False, now, self.incarnation
                 yield engine_pb2.WatchReplicasResponse(changed=changed, removed=removed, incarnation=self.incarnation)
             await self._changes.since(seen)
+
+    async def GetProgress(
+        self, request: engine_pb2.GetProgressRequest, context: Context
+    ) -> engine_pb2.GetProgressResponse:
+        await self.script.enter("GetProgress")
+        return engine_pb2.GetProgressResponse(report=self.present)
 
     async def WatchProgress(
         self, request: engine_pb2.WatchProgressRequest, context: Context

@@ -104,10 +104,10 @@ async def test_an_opening_that_broke_off_half_way_leaves_nothing_behind(
     """Two beginnings of one run in one journal could not be read back."""
     begin_lend, broken = EnginePeer.begin_lend, [RuntimeError("injected")]
 
-    async def breaking(self: EnginePeer, epoch: int, lend_id: str, *, keep_sessions: bool) -> tuple[str, ...]:
+    async def breaking(self: EnginePeer, *args: Any, **options: Any) -> tuple[str, ...]:
         if broken:
             raise broken.pop()
-        return await begin_lend(self, epoch, lend_id, keep_sessions=keep_sessions)
+        return await begin_lend(self, *args, **options)
 
     monkeypatch.setattr(EnginePeer, "begin_lend", breaking)
     async with world(data_dir=tmp_path) as w:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import grpc.aio
 
+from services.engine.domain.spec import Role
 from services.engine.servicers.base import Calls, optional_epoch, optional_timeout, succeeded
 from services.engine.wire.operations import write_operation
+from services.engine.wire.requests import read_join_key
 from turnout.engine.v1 import engine_pb2 as pb
 
 Context = grpc.aio.ServicerContext
@@ -19,7 +21,14 @@ class LendingCalls(Calls):
     ) -> pb.BeginLendResponse:
         controller = self._command(request.run_id, optional_epoch(request))
         operation, members = await controller.lending.begin(
-            request.lend_id, request.replica_ids, request.keep_sessions, self._timeout(optional_timeout(request))
+            request.lend_id,
+            request.replica_ids,
+            request.keep_sessions,
+            self._timeout(optional_timeout(request)),
+            {
+                Role.HYBRID: list(map(read_join_key, request.placement.hybrid)),
+                Role.STANDALONE: list(map(read_join_key, request.placement.standalone)),
+            },
         )
         return pb.BeginLendResponse(operation=write_operation(succeeded(operation)), replica_ids=members)
 
@@ -30,6 +39,7 @@ class LendingCalls(Calls):
         operation = await controller.lending.finish(
             request.lend_id, request.weight_version, self._timeout(optional_timeout(request))
         )
+        await controller.generations.move()
         return pb.FinishLendResponse(operation=write_operation(succeeded(operation)))
 
     async def AbortLend(

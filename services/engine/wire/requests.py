@@ -35,7 +35,7 @@ def read_generation(request: pb.GenerateRequest) -> Generation:
             )
             for segment in request.output_segments
         ],
-        join_key=_read_join_key(request.join_key) if request.HasField("join_key") else None,
+        join_key=read_join_key(request.join_key) if request.HasField("join_key") else None,
         session_id=request.session_id,
         delta_tokens=delta_tokens,
         delta_interval=interval,
@@ -114,7 +114,8 @@ def write_join_key(key: JoinKey) -> pb.JoinKey:
     return pb.JoinKey(partition=key.partition, group_id=key.group_id, trajectory=key.trajectory, attempt=key.attempt)
 
 
-def _read_join_key(key: pb.JoinKey) -> JoinKey:
+def read_join_key(key: pb.JoinKey) -> JoinKey:
+    """The trajectory that a message names."""
     return JoinKey(key.partition, key.group_id, key.trajectory, key.attempt)
 
 

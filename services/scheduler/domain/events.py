@@ -137,12 +137,13 @@ class GroupsAdded:
 
 @dataclass(frozen=True, slots=True)
 class TrajectoryFinished:
-    """A member of a group settled."""
+    """A member of a group settled. `on_hybrid`: where its end was generated, None when not known."""
 
     group_id: str
     index: int
     length: int
     replica_id: str
+    on_hybrid: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +167,10 @@ class GroupLeft:
 
 @dataclass(frozen=True, slots=True)
 class RunningRequest:
-    """Progress of one running trajectory; `replica_id` is empty and `on_hybrid` None while it is parked."""
+    """Progress of one running trajectory; `replica_id` is empty and `on_hybrid` None while it is parked.
+
+    `on_hybrid` is None too of a replica that is neither hybrid nor standalone.
+    """
 
     group_id: str
     index: int
@@ -185,10 +189,10 @@ class RequestProgress:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaReading:
-    """One replica's cumulative counters."""
+    """One replica's cumulative counters. `hybrid` is None of one that is neither hybrid nor standalone."""
 
     replica_id: str
-    hybrid: bool
+    hybrid: bool | None
     decoded_tokens: int
     prefilled_tokens: int
     prefill_seconds: float
@@ -317,7 +321,7 @@ class ModeChanged:
 
 @dataclass(frozen=True, slots=True)
 class DecisionMade:
-    """A decision with everything it rests on."""
+    """A decision with everything it rests on; of a placement, how many running requests it wants in each pool."""
 
     point: DecisionPoint
     step: int
@@ -328,6 +332,8 @@ class DecisionMade:
     predicted_wait_seconds: float | None = None
     threshold: int | None = None
     recheck_at: float | None = None
+    placed_on_hybrid: int = 0
+    placed_on_standalone: int = 0
 
 
 @dataclass(frozen=True, slots=True)

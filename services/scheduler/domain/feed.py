@@ -1,15 +1,21 @@
 """What a policy sees of the run's events.
 
 Invariants: the same events always give the policy the same events, so replaying a log reproduces every decision; what
-a policy has no word for is left out. A policy speaks of starvation from BeginSample to EndSample and of a mini-batch
-while it is trained on, so the mini-batch in training is remembered here until the next is asked for.
+a policy has no word for is left out; a pool that is not known stays unknown. A policy speaks of starvation from
+BeginSample to EndSample and of a mini-batch while it is trained on, so the mini-batch in training is remembered here
+until the next is asked for.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from services.scheduler.domain import events
 from services.scheduler.policies import types
 from services.scheduler.policies.types import PolicyConfig
+
+_PREFILL_KEEP = 0.9
+"""Share of what older readings say of a replica's prefill that is left after one more in which it prefilled: engines
+change their speed, and a reading of a few short prompts alone says little."""
 
 
 class PolicyFeed:
@@ -18,6 +24,8 @@ class PolicyFeed:
     def __init__(self, config: PolicyConfig) -> None:
         self.config = config
         self._training: tuple[int, int, int | None] | None = None
+        self._covered_share = 1.0
+        self._prefills: dict[str, _Prefill] = {}
 
     def read(self, event: events.Happening, at: float) -> Iterator[types.Event]:
         """The policy events that `event`, at run time `at`, gives rise to."""
@@ -42,17 +50,18 @@ class PolicyFeed:
                 yield from self._training_ended(at)
                 yield types.StepEnded(at=at, step=event.step)
             case events.RequestProgress():
-                yield types.RequestProgress(
-                    at=at,
-                    requests=tuple(
-                        _request(request, request.on_hybrid)
-                        for request in event.requests
-                        if request.on_hybrid is not None
-                    ),
-                    covered_share=event.covered_share,
-                )
+                self._covered_share = event.covered_share
+                requests = tuple(map(_running, event.requests))
+                yield types.RequestProgress(at=at, requests=requests, covered_share=event.covered_share)
+            case events.TrajectoryFinished():
+                requests = (_finished(event),)
+                yield types.RequestProgress(at=at, requests=requests, covered_share=self._covered_share)
             case events.ReplicaCounters():
-                yield from (_counters(reading, at) for reading in event.replicas)
+                for reading in event.replicas:
+                    prefill = self._prefills.setdefault(reading.replica_id, _Prefill())
+                    prefill.read(reading.prefilled_tokens, reading.prefill_seconds)
+                    if reading.hybrid is not None:
+                        yield _counters(reading, _pool(reading.hybrid), prefill.tokens_per_s, at)
             case _:
                 translated = _translate(event, at)
                 if translated is not None:
@@ -63,6 +72,31 @@ class PolicyFeed:
             step, mini_batch, tokens = self._training
             self._training = None
             yield types.MiniBatchEnded(at=at, step=step, mini_batch=mini_batch, tokens=tokens)
+
+
+@dataclass(slots=True)
+class _Prefill:
+    """How fast one replica prefills, from its cumulative counters."""
+
+    seen_tokens: int = 0
+    seen_s: float = 0.0
+    tokens: float = 0.0
+    seconds: float = 0.0
+
+    def read(self, tokens: int, seconds: float) -> None:
+        """The counters now. A replica that restarted counts from zero again."""
+        if tokens < self.seen_tokens or seconds < self.seen_s:
+            self.seen_tokens, self.seen_s = 0, 0.0
+        new_tokens, new_s = tokens - self.seen_tokens, seconds - self.seen_s
+        self.seen_tokens, self.seen_s = tokens, seconds
+        if new_tokens > 0 and new_s > 0:
+            self.tokens = self.tokens * _PREFILL_KEEP + new_tokens
+            self.seconds = self.seconds * _PREFILL_KEEP + new_s
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Tokens per second, None before anything was prefilled."""
+        return self.tokens / self.seconds if self.seconds > 0 else None
 
 
 def _translate(event: events.Happening, at: float) -> types.Event | None:
@@ -85,7 +119,7 @@ def _translate(event: events.Happening, at: float) -> types.Event | None:
             groups = tuple(types.NewGroup(group=group, size=size) for group, size in added)
             return types.GroupsAdded(at=at, step=event.born_step, groups=groups)
         case events.GroupFinished():
-            pool = None if event.on_hybrid is None else _pool(event.on_hybrid)
+            pool = _known(event.on_hybrid)
             return types.GroupFinished(at=at, group=event.group_id, lengths=event.lengths, pool=pool)
         case events.GroupLeft(how=events.GroupExit.FAILED):
             return types.GroupFinished(at=at, group=event.group_id, lengths=(), failed=True)
@@ -104,22 +138,37 @@ def _pool(hybrid: bool) -> types.Pool:
     return types.Pool.HYBRID if hybrid else types.Pool.STANDALONE
 
 
-def _request(request: events.RunningRequest, on_hybrid: bool) -> types.RequestState:
+def _known(on_hybrid: bool | None) -> types.Pool | None:
+    return None if on_hybrid is None else _pool(on_hybrid)
+
+
+def _running(request: events.RunningRequest) -> types.RequestState:
     return types.RequestState(
         key=types.RequestKey(group=request.group_id, trajectory=request.index),
         tokens=request.done,
         replica=request.replica_id,
-        pool=_pool(on_hybrid),
+        pool=_known(request.on_hybrid),
     )
 
 
-def _counters(reading: events.ReplicaReading, at: float) -> types.ReplicaCounters:
-    prefilled = reading.prefilled_tokens > 0 and reading.prefill_seconds > 0
+def _finished(event: events.TrajectoryFinished) -> types.RequestState:
+    return types.RequestState(
+        key=types.RequestKey(group=event.group_id, trajectory=event.index),
+        tokens=event.length,
+        replica=event.replica_id,
+        pool=_known(event.on_hybrid),
+        finished=True,
+    )
+
+
+def _counters(
+    reading: events.ReplicaReading, pool: types.Pool, prefill_tokens_per_s: float | None, at: float
+) -> types.ReplicaCounters:
     return types.ReplicaCounters(
         at=at,
         replica=reading.replica_id,
-        pool=_pool(reading.hybrid),
+        pool=pool,
         decoded_tokens=reading.decoded_tokens,
         running_requests=reading.running,
-        prefill_tokens_per_s=reading.prefilled_tokens / reading.prefill_seconds if prefilled else None,
+        prefill_tokens_per_s=prefill_tokens_per_s,
     )

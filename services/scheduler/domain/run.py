@@ -240,6 +240,13 @@ class Run:
 
     # ---------------------------------------------------------------------------------------------- decisions
 
+    def reads_progress(self, point: Point) -> bool:
+        """Whether a reading of running requests would change what the policy answers at `point`."""
+        if not self.config.switching:
+            return False
+        asked = point is not Point.SAMPLE_BEGIN or self.config.can_reinstall
+        return asked and bool(getattr(self.learner.policy, "reads_progress", False))
+
     def decide(self, point: Point, step: int, moment: Moment) -> Decision:
         """Ask the policy at `point`.
 
@@ -262,6 +269,8 @@ class Run:
                 predicted_wait_seconds=decision.predicted_wait_s,
                 threshold=decision.threshold,
                 recheck_at=decision.recheck_at,
+                placed_on_hybrid=0 if decision.placement is None else len(decision.placement.hybrid),
+                placed_on_standalone=0 if decision.placement is None else len(decision.placement.standalone),
             )
             self.record(made, moment)
         return decision

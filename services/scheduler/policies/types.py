@@ -160,13 +160,14 @@ class RequestState:
     """One request as its engine last saw it.
 
     tokens: generated so far, over all segments; final when `finished`.
-    prompt_tokens: None when unknown. replica, pool: where it runs or finished.
+    prompt_tokens: None when unknown. replica, pool: where it runs or finished; empty and None while it is parked.
+    pool: None too where the replica's pool is not known.
     """
 
     key: RequestKey
     tokens: int
     replica: str
-    pool: Pool
+    pool: Pool | None
     prompt_tokens: int | None = None
     finished: bool = False
 

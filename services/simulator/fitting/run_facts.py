@@ -116,7 +116,9 @@ class RunFacts:
     def _replica_counters(self, event: events_pb2.RunEvent) -> None:
         readings = event.replica_counters.replicas
         self.hybrids = max(self.hybrids, sum(reading.hybrid for reading in readings))
-        self.standalones = max(self.standalones, sum(not reading.hybrid for reading in readings))
+        self.standalones = max(
+            self.standalones, sum(reading.HasField("hybrid") and not reading.hybrid for reading in readings)
+        )
         for reading in readings:
             self._prefilled(reading)
             before = self._readings.get(reading.replica_id)

@@ -111,7 +111,7 @@ class Lends:
                 self._latest, self._latest_at = event.replica_counters, event.at
                 if self.all:
                     self._read(self.all[-1])
-            case "trajectory_finished" if lend is not None and self._is_hybrid(event.trajectory_finished.replica_id):
+            case "trajectory_finished" if lend is not None and event.trajectory_finished.on_hybrid:
                 lend.delivered += event.trajectory_finished.length
             case _:
                 return
@@ -119,12 +119,9 @@ class Lends:
     def _begin(self, at: float, done: events_pb2.LendDone) -> None:
         lend = Lend(done.lend_id, _KINDS.get(done.kind, "unknown"), at, done.cost_seconds, first_read=self._latest_at)
         for reading in self._latest.replicas if self._latest is not None else ():
-            (lend.hybrid if reading.hybrid else lend.standalone).first[reading.replica_id] = reading.decoded_tokens
+            if reading.HasField("hybrid"):
+                (lend.hybrid if reading.hybrid else lend.standalone).first[reading.replica_id] = reading.decoded_tokens
         self.all.append(lend)
-
-    def _is_hybrid(self, replica_id: str) -> bool:
-        readings = self._latest.replicas if self._latest is not None else ()
-        return any(reading.hybrid and reading.replica_id == replica_id for reading in readings)
 
     def _read(self, lend: Lend) -> None:
         assert self._latest is not None
@@ -133,7 +130,7 @@ class Lends:
         for reading in self._latest.replicas:
             if reading.hybrid:
                 lend.hybrid.read(reading.replica_id, reading.decoded_tokens)
-            elif speeds:
+            elif speeds and reading.HasField("hybrid"):
                 lend.standalone.read(reading.replica_id, reading.decoded_tokens)
         if speeds:
             lend.first_read = self._latest_at if lend.first_read is None else lend.first_read

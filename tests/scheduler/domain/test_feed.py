@@ -1,5 +1,7 @@
 """What policies see of a run's events."""
 
+import pytest
+
 from services.scheduler.domain import events
 from services.scheduler.domain.feed import PolicyFeed
 from services.scheduler.policies import types
@@ -90,8 +92,8 @@ def test_the_pool_of_a_group_is_left_out_when_nobody_knows_it() -> None:
     ]
 
 
-def test_progress_leaves_out_requests_that_run_nowhere() -> None:
-    """A parked request makes no progress and belongs to no pool."""
+def test_a_request_that_runs_nowhere_is_told_without_a_pool() -> None:
+    """Left out, a parked request would seem to have ended; as standalone, it would count as running there."""
     progress = events.RequestProgress(
         (
             events.RunningRequest("g", 0, 50, "r", on_hybrid=True),
@@ -104,7 +106,49 @@ def test_progress_leaves_out_requests_that_run_nowhere() -> None:
     assert seen.covered_share == 0.9
     assert seen.requests == (
         types.RequestState(key=types.RequestKey("g", 0), tokens=50, replica="r", pool=types.Pool.HYBRID),
+        types.RequestState(key=types.RequestKey("g", 1), tokens=10, replica="", pool=None),
     )
+
+
+def test_a_trajectory_that_finished_reaches_the_policy_at_once_with_its_length() -> None:
+    """Between two readings a policy would otherwise take members that are done for running ones."""
+    _, first, second = read(
+        events.RequestProgress((), 0.97),
+        events.TrajectoryFinished("g", 3, 700, "r", on_hybrid=True),
+        events.TrajectoryFinished("g", 4, 800, "", on_hybrid=None),
+    )
+    assert first == types.RequestProgress(
+        at=1.0,
+        requests=(
+            types.RequestState(
+                key=types.RequestKey("g", 3), tokens=700, replica="r", pool=types.Pool.HYBRID, finished=True
+            ),
+        ),
+        covered_share=0.97,
+    )
+    assert isinstance(second, types.RequestProgress)
+    assert [state.pool for state in second.requests] == [None]
+
+
+def test_counters_of_a_replica_of_neither_pool_are_no_standalone_ones() -> None:
+    """A colocated replica, taken for a standalone one, would promise arrivals that the trainer never gets."""
+    reading = events.ReplicaReading("c", None, 10, 600, 2.0, 3, events.RouteState.SERVING)
+    assert read(events.ReplicaCounters((reading,))) == []
+
+
+def test_the_prefill_rate_follows_an_engine_that_slows_down() -> None:
+    """The mean over an engine's life hardly moves any more after a day."""
+    serving = events.RouteState.SERVING
+    tokens, seconds, readings = 0, 0.0, []
+    for rate in [1000] * 100 + [250] * 30:
+        tokens, seconds = tokens + 1000, seconds + 1000 / rate
+        readings.append(events.ReplicaCounters((events.ReplicaReading("a", False, 0, tokens, seconds, 1, serving),)))
+    restarted = events.ReplicaCounters((events.ReplicaReading("a", False, 0, 50, 0.2, 1, serving),))
+    seen = [event for event in read(*readings, restarted) if isinstance(event, types.ReplicaCounters)]
+    rates = [event.prefill_tokens_per_s for event in seen]
+    assert rates[99] == pytest.approx(1000.0)
+    assert rates[129] == pytest.approx(250.0, rel=0.15)
+    assert rates[130] == pytest.approx(rates[129], rel=0.05)
 
 
 def test_counters_give_a_prefill_rate_only_once_something_was_prefilled() -> None:

@@ -1709,11 +1709,38 @@ class CollectiveRpcResponse(google.protobuf.message.Message):
 Global___CollectiveRpcResponse: typing_extensions.TypeAlias = CollectiveRpcResponse
 
 @typing.final
-class BeginLendRequest(google.protobuf.message.Message):
+class Placement(google.protobuf.message.Message):
     """------------------------------------------------------------------------------------------------------------- lending
 
-    BeginLendRequest opens a lend.
+    Placement tells on which replicas requests go on that are placed anew while a lend stands. Of a key, `attempt` is not
+    looked at. A request that it does not name, or whose replicas take none, goes wherever the load is least.
     """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HYBRID_FIELD_NUMBER: builtins.int
+    STANDALONE_FIELD_NUMBER: builtins.int
+    @property
+    def hybrid(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___JoinKey]:
+        """Requests for hybrid replicas. Those that run on a standalone replica move when the lent replicas serve."""
+
+    @property
+    def standalone(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___JoinKey]:
+        """Requests for standalone replicas."""
+
+    def __init__(
+        self,
+        *,
+        hybrid: collections.abc.Iterable[Global___JoinKey] | None = ...,
+        standalone: collections.abc.Iterable[Global___JoinKey] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["hybrid", b"hybrid", "standalone", b"standalone"]) -> None: ...
+
+Global___Placement: typing_extensions.TypeAlias = Placement
+
+@typing.final
+class BeginLendRequest(google.protobuf.message.Message):
+    """BeginLendRequest opens a lend."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1723,6 +1750,7 @@ class BeginLendRequest(google.protobuf.message.Message):
     REPLICA_IDS_FIELD_NUMBER: builtins.int
     KEEP_SESSIONS_FIELD_NUMBER: builtins.int
     TIMEOUT_FIELD_NUMBER: builtins.int
+    PLACEMENT_FIELD_NUMBER: builtins.int
     run_id: builtins.str
     """The run."""
     epoch: builtins.int
@@ -1739,6 +1767,10 @@ class BeginLendRequest(google.protobuf.message.Message):
     def timeout(self) -> google.protobuf.duration_pb2.Duration:
         """Longest time for one replica. Default: the service's --engine-timeout."""
 
+    @property
+    def placement(self) -> Global___Placement:
+        """Where running requests go on, until the replicas are taken back. Unset: the controller places them."""
+
     def __init__(
         self,
         *,
@@ -1748,9 +1780,10 @@ class BeginLendRequest(google.protobuf.message.Message):
         replica_ids: collections.abc.Iterable[builtins.str] | None = ...,
         keep_sessions: builtins.bool = ...,
         timeout: google.protobuf.duration_pb2.Duration | None = ...,
+        placement: Global___Placement | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_epoch", b"_epoch", "epoch", b"epoch", "timeout", b"timeout"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_epoch", b"_epoch", "epoch", b"epoch", "keep_sessions", b"keep_sessions", "lend_id", b"lend_id", "replica_ids", b"replica_ids", "run_id", b"run_id", "timeout", b"timeout"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_epoch", b"_epoch", "epoch", b"epoch", "placement", b"placement", "timeout", b"timeout"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_epoch", b"_epoch", "epoch", b"epoch", "keep_sessions", b"keep_sessions", "lend_id", b"lend_id", "placement", b"placement", "replica_ids", b"replica_ids", "run_id", b"run_id", "timeout", b"timeout"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_epoch", b"_epoch"]) -> typing.Literal["epoch"] | None: ...
 
 Global___BeginLendRequest: typing_extensions.TypeAlias = BeginLendRequest

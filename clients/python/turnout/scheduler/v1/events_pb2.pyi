@@ -346,6 +346,7 @@ class TrajectoryFinished(google.protobuf.message.Message):
     INDEX_FIELD_NUMBER: builtins.int
     LENGTH_FIELD_NUMBER: builtins.int
     REPLICA_ID_FIELD_NUMBER: builtins.int
+    ON_HYBRID_FIELD_NUMBER: builtins.int
     group_id: builtins.str
     """The group."""
     index: builtins.int
@@ -354,6 +355,8 @@ class TrajectoryFinished(google.protobuf.message.Message):
     """Length in the run's unit."""
     replica_id: builtins.str
     """Replica that generated its end, if known."""
+    on_hybrid: builtins.bool
+    """True if that is a hybrid replica, false if a standalone one. Unset: not known, or neither."""
     def __init__(
         self,
         *,
@@ -361,8 +364,11 @@ class TrajectoryFinished(google.protobuf.message.Message):
         index: builtins.int = ...,
         length: builtins.int = ...,
         replica_id: builtins.str = ...,
+        on_hybrid: builtins.bool | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["group_id", b"group_id", "index", b"index", "length", b"length", "replica_id", b"replica_id"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_on_hybrid", b"_on_hybrid", "on_hybrid", b"on_hybrid"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_on_hybrid", b"_on_hybrid", "group_id", b"group_id", "index", b"index", "length", b"length", "on_hybrid", b"on_hybrid", "replica_id", b"replica_id"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_on_hybrid", b"_on_hybrid"]) -> typing.Literal["on_hybrid"] | None: ...
 
 Global___TrajectoryFinished: typing_extensions.TypeAlias = TrajectoryFinished
 
@@ -448,7 +454,7 @@ class RunningRequest(google.protobuf.message.Message):
     replica_id: builtins.str
     """Replica it runs on; empty if parked."""
     on_hybrid: builtins.bool
-    """True on a hybrid replica. Unset: not known."""
+    """True on a hybrid replica, false on a standalone one. Unset: parked, or on a replica that is neither."""
     def __init__(
         self,
         *,
@@ -504,7 +510,7 @@ class ReplicaReading(google.protobuf.message.Message):
     replica_id: builtins.str
     """The replica."""
     hybrid: builtins.bool
-    """True for a hybrid replica."""
+    """True for a hybrid replica, false for a standalone one. Unset: neither."""
     decoded_tokens: builtins.int
     """Output tokens decoded."""
     prefilled_tokens: builtins.int
@@ -519,14 +525,16 @@ class ReplicaReading(google.protobuf.message.Message):
         self,
         *,
         replica_id: builtins.str = ...,
-        hybrid: builtins.bool = ...,
+        hybrid: builtins.bool | None = ...,
         decoded_tokens: builtins.int = ...,
         prefilled_tokens: builtins.int = ...,
         prefill_seconds: builtins.float = ...,
         running: builtins.int = ...,
         route: turnout.engine.v1.engine_pb2.RouteState.ValueType = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["decoded_tokens", b"decoded_tokens", "hybrid", b"hybrid", "prefill_seconds", b"prefill_seconds", "prefilled_tokens", b"prefilled_tokens", "replica_id", b"replica_id", "route", b"route", "running", b"running"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_hybrid", b"_hybrid", "hybrid", b"hybrid"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_hybrid", b"_hybrid", "decoded_tokens", b"decoded_tokens", "hybrid", b"hybrid", "prefill_seconds", b"prefill_seconds", "prefilled_tokens", b"prefilled_tokens", "replica_id", b"replica_id", "route", b"route", "running", b"running"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_hybrid", b"_hybrid"]) -> typing.Literal["hybrid"] | None: ...
 
 Global___ReplicaReading: typing_extensions.TypeAlias = ReplicaReading
 
@@ -889,22 +897,6 @@ class DecisionMade(google.protobuf.message.Message):
         ) -> None: ...
         def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
 
-    @typing.final
-    class PlacementEntry(google.protobuf.message.Message):
-        DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-        KEY_FIELD_NUMBER: builtins.int
-        VALUE_FIELD_NUMBER: builtins.int
-        key: builtins.str
-        value: builtins.str
-        def __init__(
-            self,
-            *,
-            key: builtins.str = ...,
-            value: builtins.str = ...,
-        ) -> None: ...
-        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
-
     POINT_FIELD_NUMBER: builtins.int
     STEP_FIELD_NUMBER: builtins.int
     ACTION_FIELD_NUMBER: builtins.int
@@ -914,8 +906,9 @@ class DecisionMade(google.protobuf.message.Message):
     PREDICTED_WAIT_SECONDS_FIELD_NUMBER: builtins.int
     THRESHOLD_FIELD_NUMBER: builtins.int
     SHADOW_FIELD_NUMBER: builtins.int
-    PLACEMENT_FIELD_NUMBER: builtins.int
     RECHECK_AT_FIELD_NUMBER: builtins.int
+    PLACED_ON_HYBRID_FIELD_NUMBER: builtins.int
+    PLACED_ON_STANDALONE_FIELD_NUMBER: builtins.int
     point: Global___DecisionPoint.ValueType
     """When it was asked."""
     step: builtins.int
@@ -934,13 +927,13 @@ class DecisionMade(google.protobuf.message.Message):
     """True if the decision was only evaluated (shadow), not acted on."""
     recheck_at: builtins.float
     """When the policy wants to be asked again, seconds of the run's clock, if it does."""
+    placed_on_hybrid: builtins.int
+    """Running requests that it wants on hybrid replicas at the lend; 0 if it places none."""
+    placed_on_standalone: builtins.int
+    """Running requests that it wants on standalone replicas at the lend; 0 if it places none."""
     @property
     def numbers(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]:
         """The numbers used, by name."""
-
-    @property
-    def placement(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
-        """Replica wanted for a request, by "<group_id>/<index>", if the policy places."""
 
     def __init__(
         self,
@@ -954,11 +947,12 @@ class DecisionMade(google.protobuf.message.Message):
         predicted_wait_seconds: builtins.float | None = ...,
         threshold: builtins.int | None = ...,
         shadow: builtins.bool = ...,
-        placement: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
         recheck_at: builtins.float | None = ...,
+        placed_on_hybrid: builtins.int = ...,
+        placed_on_standalone: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_predicted_wait_seconds", b"_predicted_wait_seconds", "_recheck_at", b"_recheck_at", "_threshold", b"_threshold", "predicted_wait_seconds", b"predicted_wait_seconds", "recheck_at", b"recheck_at", "threshold", b"threshold"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_predicted_wait_seconds", b"_predicted_wait_seconds", "_recheck_at", b"_recheck_at", "_threshold", b"_threshold", "action", b"action", "numbers", b"numbers", "placement", b"placement", "point", b"point", "policy", b"policy", "predicted_wait_seconds", b"predicted_wait_seconds", "reason", b"reason", "recheck_at", b"recheck_at", "shadow", b"shadow", "step", b"step", "threshold", b"threshold"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_predicted_wait_seconds", b"_predicted_wait_seconds", "_recheck_at", b"_recheck_at", "_threshold", b"_threshold", "action", b"action", "numbers", b"numbers", "placed_on_hybrid", b"placed_on_hybrid", "placed_on_standalone", b"placed_on_standalone", "point", b"point", "policy", b"policy", "predicted_wait_seconds", b"predicted_wait_seconds", "reason", b"reason", "recheck_at", b"recheck_at", "shadow", b"shadow", "step", b"step", "threshold", b"threshold"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_predicted_wait_seconds", b"_predicted_wait_seconds"]) -> typing.Literal["predicted_wait_seconds"] | None: ...
     @typing.overload
@@ -1061,6 +1055,61 @@ class StepMetrics(google.protobuf.message.Message):
 Global___StepMetrics: typing_extensions.TypeAlias = StepMetrics
 
 @typing.final
+class LendGoodput(google.protobuf.message.Message):
+    """LendGoodput tells what a lend brought, once the step is over in which the trainer had its GPUs back."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LEND_ID_FIELD_NUMBER: builtins.int
+    DECODED_TOKENS_FIELD_NUMBER: builtins.int
+    DELIVERED_TOKENS_FIELD_NUMBER: builtins.int
+    SWITCH_SECONDS_FIELD_NUMBER: builtins.int
+    SAVED_AT_MOST_SECONDS_FIELD_NUMBER: builtins.int
+    LOST_SECONDS_FIELD_NUMBER: builtins.int
+    PREDICTED_ALONE_SECONDS_FIELD_NUMBER: builtins.int
+    GAINED_SECONDS_FIELD_NUMBER: builtins.int
+    lend_id: builtins.str
+    """The lend."""
+    decoded_tokens: builtins.int
+    """Tokens decoded on its replicas."""
+    delivered_tokens: builtins.int
+    """Tokens, in the run's unit, of trajectories that ended on its replicas."""
+    switch_seconds: builtins.float
+    """Seconds of switching, both ways."""
+    saved_at_most_seconds: builtins.float
+    """Seconds that the standalone replicas alone would have needed for the decoded tokens, at their own speed during the
+    lend, less switch_seconds: the job gained at most this. Unset: their speed is not known.
+    """
+    lost_seconds: builtins.float
+    """Seconds that the trainer lost to waiting and switching, from the order to lend to that step's end."""
+    predicted_alone_seconds: builtins.float
+    """Seconds that the policy predicted it would have waited without the lend. Unset: it predicts none."""
+    gained_seconds: builtins.float
+    """predicted_alone_seconds less lost_seconds: gained, or lost if negative."""
+    def __init__(
+        self,
+        *,
+        lend_id: builtins.str = ...,
+        decoded_tokens: builtins.int = ...,
+        delivered_tokens: builtins.int = ...,
+        switch_seconds: builtins.float = ...,
+        saved_at_most_seconds: builtins.float | None = ...,
+        lost_seconds: builtins.float = ...,
+        predicted_alone_seconds: builtins.float | None = ...,
+        gained_seconds: builtins.float | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_gained_seconds", b"_gained_seconds", "_predicted_alone_seconds", b"_predicted_alone_seconds", "_saved_at_most_seconds", b"_saved_at_most_seconds", "gained_seconds", b"gained_seconds", "predicted_alone_seconds", b"predicted_alone_seconds", "saved_at_most_seconds", b"saved_at_most_seconds"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_gained_seconds", b"_gained_seconds", "_predicted_alone_seconds", b"_predicted_alone_seconds", "_saved_at_most_seconds", b"_saved_at_most_seconds", "decoded_tokens", b"decoded_tokens", "delivered_tokens", b"delivered_tokens", "gained_seconds", b"gained_seconds", "lend_id", b"lend_id", "lost_seconds", b"lost_seconds", "predicted_alone_seconds", b"predicted_alone_seconds", "saved_at_most_seconds", b"saved_at_most_seconds", "switch_seconds", b"switch_seconds"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_gained_seconds", b"_gained_seconds"]) -> typing.Literal["gained_seconds"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_predicted_alone_seconds", b"_predicted_alone_seconds"]) -> typing.Literal["predicted_alone_seconds"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_saved_at_most_seconds", b"_saved_at_most_seconds"]) -> typing.Literal["saved_at_most_seconds"] | None: ...
+
+Global___LendGoodput: typing_extensions.TypeAlias = LendGoodput
+
+@typing.final
 class RunEvent(google.protobuf.message.Message):
     """RunEvent is one event of a run."""
 
@@ -1098,6 +1147,7 @@ class RunEvent(google.protobuf.message.Message):
     VALIDATION_BEGAN_FIELD_NUMBER: builtins.int
     VALIDATION_ENDED_FIELD_NUMBER: builtins.int
     TRAJECTORIES_REISSUED_FIELD_NUMBER: builtins.int
+    LEND_GOODPUT_FIELD_NUMBER: builtins.int
     sequence: builtins.int
     """Place in the run's sequence, from 1 without gaps."""
     at: builtins.float
@@ -1222,6 +1272,10 @@ class RunEvent(google.protobuf.message.Message):
     def trajectories_reissued(self) -> Global___TrajectoriesReissued:
         """Trajectories wait for a worker again."""
 
+    @property
+    def lend_goodput(self) -> Global___LendGoodput:
+        """What a lend brought."""
+
     def __init__(
         self,
         *,
@@ -1257,9 +1311,10 @@ class RunEvent(google.protobuf.message.Message):
         validation_began: Global___ValidationBegan | None = ...,
         validation_ended: Global___ValidationEnded | None = ...,
         trajectories_reissued: Global___TrajectoriesReissued | None = ...,
+        lend_goodput: Global___LendGoodput | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["decision_made", b"decision_made", "depth_observed", b"depth_observed", "event", b"event", "group_finished", b"group_finished", "group_left", b"group_left", "groups_added", b"groups_added", "lend_abandoned", b"lend_abandoned", "lend_done", b"lend_done", "mini_batch_began", b"mini_batch_began", "mini_batch_ended", b"mini_batch_ended", "mode_changed", b"mode_changed", "reclaim_done", b"reclaim_done", "replica_counters", b"replica_counters", "request_progress", b"request_progress", "run_closed", b"run_closed", "run_opened", b"run_opened", "run_updated", b"run_updated", "saved", b"saved", "starvation_began", b"starvation_began", "starvation_ended", b"starvation_ended", "step_began", b"step_began", "step_ended", b"step_ended", "step_metrics", b"step_metrics", "sync_done", b"sync_done", "time", b"time", "topology_changed", b"topology_changed", "trajectories_reissued", b"trajectories_reissued", "trajectory_finished", b"trajectory_finished", "transition_failed", b"transition_failed", "validation_began", b"validation_began", "validation_ended", b"validation_ended"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["at", b"at", "decision_made", b"decision_made", "depth_observed", b"depth_observed", "event", b"event", "group_finished", b"group_finished", "group_left", b"group_left", "groups_added", b"groups_added", "lend_abandoned", b"lend_abandoned", "lend_done", b"lend_done", "mini_batch_began", b"mini_batch_began", "mini_batch_ended", b"mini_batch_ended", "mode_changed", b"mode_changed", "reclaim_done", b"reclaim_done", "replica_counters", b"replica_counters", "request_progress", b"request_progress", "run_closed", b"run_closed", "run_opened", b"run_opened", "run_updated", b"run_updated", "saved", b"saved", "sequence", b"sequence", "starvation_began", b"starvation_began", "starvation_ended", b"starvation_ended", "step_began", b"step_began", "step_ended", b"step_ended", "step_metrics", b"step_metrics", "sync_done", b"sync_done", "time", b"time", "topology_changed", b"topology_changed", "trajectories_reissued", b"trajectories_reissued", "trajectory_finished", b"trajectory_finished", "transition_failed", b"transition_failed", "validation_began", b"validation_began", "validation_ended", b"validation_ended"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["event", b"event"]) -> typing.Literal["run_opened", "run_closed", "groups_added", "trajectory_finished", "group_finished", "group_left", "request_progress", "replica_counters", "depth_observed", "step_began", "step_ended", "mini_batch_began", "mini_batch_ended", "starvation_began", "starvation_ended", "lend_done", "lend_abandoned", "reclaim_done", "sync_done", "topology_changed", "mode_changed", "decision_made", "transition_failed", "saved", "step_metrics", "run_updated", "validation_began", "validation_ended", "trajectories_reissued"] | None: ...
+    def HasField(self, field_name: typing.Literal["decision_made", b"decision_made", "depth_observed", b"depth_observed", "event", b"event", "group_finished", b"group_finished", "group_left", b"group_left", "groups_added", b"groups_added", "lend_abandoned", b"lend_abandoned", "lend_done", b"lend_done", "lend_goodput", b"lend_goodput", "mini_batch_began", b"mini_batch_began", "mini_batch_ended", b"mini_batch_ended", "mode_changed", b"mode_changed", "reclaim_done", b"reclaim_done", "replica_counters", b"replica_counters", "request_progress", b"request_progress", "run_closed", b"run_closed", "run_opened", b"run_opened", "run_updated", b"run_updated", "saved", b"saved", "starvation_began", b"starvation_began", "starvation_ended", b"starvation_ended", "step_began", b"step_began", "step_ended", b"step_ended", "step_metrics", b"step_metrics", "sync_done", b"sync_done", "time", b"time", "topology_changed", b"topology_changed", "trajectories_reissued", b"trajectories_reissued", "trajectory_finished", b"trajectory_finished", "transition_failed", b"transition_failed", "validation_began", b"validation_began", "validation_ended", b"validation_ended"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["at", b"at", "decision_made", b"decision_made", "depth_observed", b"depth_observed", "event", b"event", "group_finished", b"group_finished", "group_left", b"group_left", "groups_added", b"groups_added", "lend_abandoned", b"lend_abandoned", "lend_done", b"lend_done", "lend_goodput", b"lend_goodput", "mini_batch_began", b"mini_batch_began", "mini_batch_ended", b"mini_batch_ended", "mode_changed", b"mode_changed", "reclaim_done", b"reclaim_done", "replica_counters", b"replica_counters", "request_progress", b"request_progress", "run_closed", b"run_closed", "run_opened", b"run_opened", "run_updated", b"run_updated", "saved", b"saved", "sequence", b"sequence", "starvation_began", b"starvation_began", "starvation_ended", b"starvation_ended", "step_began", b"step_began", "step_ended", b"step_ended", "step_metrics", b"step_metrics", "sync_done", b"sync_done", "time", b"time", "topology_changed", b"topology_changed", "trajectories_reissued", b"trajectories_reissued", "trajectory_finished", b"trajectory_finished", "transition_failed", b"transition_failed", "validation_began", b"validation_began", "validation_ended", b"validation_ended"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["event", b"event"]) -> typing.Literal["run_opened", "run_closed", "groups_added", "trajectory_finished", "group_finished", "group_left", "request_progress", "replica_counters", "depth_observed", "step_began", "step_ended", "mini_batch_began", "mini_batch_ended", "starvation_began", "starvation_ended", "lend_done", "lend_abandoned", "reclaim_done", "sync_done", "topology_changed", "mode_changed", "decision_made", "transition_failed", "saved", "step_metrics", "run_updated", "validation_began", "validation_ended", "trajectories_reissued", "lend_goodput"] | None: ...
 
 Global___RunEvent: typing_extensions.TypeAlias = RunEvent

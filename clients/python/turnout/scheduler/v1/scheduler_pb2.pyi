@@ -296,22 +296,6 @@ class Decision(google.protobuf.message.Message):
         ) -> None: ...
         def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
 
-    @typing.final
-    class PlacementEntry(google.protobuf.message.Message):
-        DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-        KEY_FIELD_NUMBER: builtins.int
-        VALUE_FIELD_NUMBER: builtins.int
-        key: builtins.str
-        value: builtins.str
-        def __init__(
-            self,
-            *,
-            key: builtins.str = ...,
-            value: builtins.str = ...,
-        ) -> None: ...
-        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
-
     ACTION_FIELD_NUMBER: builtins.int
     REASON_FIELD_NUMBER: builtins.int
     NUMBERS_FIELD_NUMBER: builtins.int
@@ -333,8 +317,8 @@ class Decision(google.protobuf.message.Message):
         """Predicted wait of the trainer, if the policy predicts."""
 
     @property
-    def placement(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
-        """Replica wanted for a request, by "<group_id>/<index>", if the policy places."""
+    def placement(self) -> turnout.engine.v1.engine_pb2.Placement:
+        """Where running requests go on at the lend, if the policy places. Partitions are left empty: it is the run's own."""
 
     def __init__(
         self,
@@ -344,9 +328,9 @@ class Decision(google.protobuf.message.Message):
         numbers: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
         predicted_wait: google.protobuf.duration_pb2.Duration | None = ...,
         threshold: builtins.int | None = ...,
-        placement: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
+        placement: turnout.engine.v1.engine_pb2.Placement | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_threshold", b"_threshold", "predicted_wait", b"predicted_wait", "threshold", b"threshold"]) -> builtins.bool: ...
+    def HasField(self, field_name: typing.Literal["_threshold", b"_threshold", "placement", b"placement", "predicted_wait", b"predicted_wait", "threshold", b"threshold"]) -> builtins.bool: ...
     def ClearField(self, field_name: typing.Literal["_threshold", b"_threshold", "action", b"action", "numbers", b"numbers", "placement", b"placement", "predicted_wait", b"predicted_wait", "reason", b"reason", "threshold", b"threshold"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_threshold", b"_threshold"]) -> typing.Literal["threshold"] | None: ...
 

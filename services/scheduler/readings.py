@@ -1,0 +1,57 @@
+"""What an engine controller says of its replicas and requests, as events of the run.
+
+Invariant: a replica that is neither hybrid nor standalone, or that nobody knows, is told as unknown and never as one of
+the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from services.scheduler.domain import events
+from turnout.engine.v1 import engine_pb2
+
+_POOLS = {engine_pb2.REPLICA_ROLE_HYBRID: True, engine_pb2.REPLICA_ROLE_STANDALONE: False}
+
+
+def on_hybrid(replica: engine_pb2.Replica | None) -> bool | None:
+    """Whether a replica is a hybrid; None if it is not known, or neither hybrid nor standalone."""
+    return None if replica is None else _POOLS.get(replica.spec.role)
+
+
+def requests_of(report: engine_pb2.ProgressReport, partition: str) -> events.RequestProgress:
+    """The running requests of the training partition."""
+    requests = tuple(
+        events.RunningRequest(
+            request.join_key.group_id,
+            request.join_key.trajectory,
+            request.output_tokens,
+            request.replica_id,
+            _POOLS.get(request.role) if request.replica_id else None,
+        )
+        for request in report.requests
+        if request.join_key.partition == partition
+    )
+    return events.RequestProgress(requests, report.covered_share)
+
+
+def counters_of(
+    report: engine_pb2.ProgressReport, replicas: Mapping[str, engine_pb2.Replica]
+) -> events.ReplicaCounters:
+    """The counters of all replicas; `replicas` says what their routes are."""
+    return events.ReplicaCounters(
+        tuple(_reading(counters, replicas.get(counters.replica_id)) for counters in report.replicas)
+    )
+
+
+def _reading(counters: engine_pb2.ReplicaCounters, replica: engine_pb2.Replica | None) -> events.ReplicaReading:
+    route = replica.route if replica is not None and replica.route else events.RouteState.OUT
+    return events.ReplicaReading(
+        counters.replica_id,
+        _POOLS.get(counters.role),
+        counters.decoded_tokens,
+        counters.prefilled_tokens,
+        counters.prefill_seconds,
+        counters.running,
+        events.RouteState(route),
+    )
