@@ -78,4 +78,10 @@ def _lends(lends: Sequence[Lend], step: StepAccount) -> Iterator[Lend]:
 def _worth(lend: Lend) -> str:
     served = duration(lend.served_s or 0.0)
     net = "" if lend.net_s is None else f", saved at most {lend.net_s:.0f} s"
-    return f"lent {lend.kind} for {served}: {lend.decoded:,} tokens decoded, {lend.switch_s:.1f} s of switching{net}"
+    gained = "" if lend.gained_s is None else f", {_against(lend.gained_s)} than the predicted wait without it"
+    switching = f"{lend.switch_s:.1f} s of switching"
+    return f"lent {lend.kind} for {served}: {lend.decoded:,} tokens decoded, {switching}{net}{gained}"
+
+
+def _against(gained_s: float) -> str:
+    return f"{abs(gained_s):.0f} s {'less' if gained_s >= 0 else 'more'} lost"

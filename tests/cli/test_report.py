@@ -10,6 +10,7 @@ from services.cli.explain import explain_command
 from services.cli.report import report
 from services.views.run_events import write_events
 from tests.views.stream import steps
+from turnout.scheduler.v1 import events_pb2
 
 
 @pytest.mark.parametrize("ending", ["html", "png"])
@@ -58,3 +59,17 @@ def test_a_run_is_explained_step_by_step(tmp_path: Path) -> None:
     missing = CliRunner().invoke(explain_command, ["grpo", "9", *source])
     assert missing.exit_code == 1
     assert "nothing is kept of step 9 of grpo: there are 1 to 4" in missing.stderr
+
+
+def test_an_explanation_says_what_a_lend_gained_against_its_prediction(tmp_path: Path) -> None:
+    """Tokens alone do not tell a lend that paid from one that cost."""
+    told = steps(4)
+    lent = [event.lend_done.lend_id for event in told if event.HasField("lend_done")]
+    for lend_id, gained in zip(lent, (18.0, -7.0), strict=False):
+        brought = events_pb2.LendGoodput(lend_id=lend_id, gained_seconds=gained)
+        told.append(events_pb2.RunEvent(sequence=len(told) + 1, at=told[-1].at, lend_goodput=brought))
+    events = tmp_path / "grpo.jsonl"
+    write_events(told, events)
+    text = CliRunner().invoke(explain_command, ["--events", str(events)], catch_exceptions=False).stdout
+    assert "18 s less lost than the predicted wait without it" in text
+    assert "7 s more lost than the predicted wait without it" in text

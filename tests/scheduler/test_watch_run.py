@@ -272,6 +272,41 @@ async def test_metrics_are_counted_from_the_events() -> None:
             assert line in text
 
 
+async def test_what_a_lend_brought_is_told_and_counted() -> None:
+    """Whether lending paid is the one question that the owner of the GPUs asks."""
+    async with world(metrics_listen="127.0.0.1:0") as w:
+        trainer = await w.trainer()
+        await ready(w)
+        await until(trainer, "topology_changed")
+        for hybrid, standalone in ((0, 0), (900, 300)):
+            report = engine_pb2.ProgressReport(covered_share=1.0)
+            for name, role, decoded in (
+                ("hybrid-0", engine_pb2.REPLICA_ROLE_HYBRID, hybrid),
+                ("standalone-0", engine_pb2.REPLICA_ROLE_STANDALONE, standalone),
+            ):
+                report.replicas.add(replica_id=name, role=role, decoded_tokens=decoded, running=1)
+            w.engine.progress.append(report)
+        await w.engine.wake()
+        await until(trainer, "replica_counters", 2)
+        finished = buffer_pb2.GroupEvent(
+            kind=Kind.GROUP_EVENT_KIND_TRAJECTORY_FINISHED, group_id="a", lengths=[70], replica_id="hybrid-0"
+        )
+        await w.buffer.tell(finished)
+        await until(trainer, "trajectory_finished")
+        await w.buffer.set_depth(8)
+        await trainer.step(1, wait=3.0)
+        (told,) = [e.lend_goodput for e in await trainer.events() if e.HasField("lend_goodput")]
+        assert (told.decoded_tokens, told.delivered_tokens) == (900, 70)
+        assert told.lost_seconds >= told.switch_seconds + 3.0 > 3.0
+        assert told.HasField("saved_at_most_seconds")
+        assert not told.HasField("gained_seconds")
+        assert w.host.metrics_url is not None
+        with await asyncio.to_thread(urllib.request.urlopen, w.host.metrics_url) as answer:
+            text = answer.read().decode()
+        assert 'turnout_lent_tokens_total{run_id="run",what="decoded"} 900.0' in text
+        assert 'turnout_lent_tokens_total{run_id="run",what="delivered"} 70.0' in text
+
+
 async def test_many_runs_live_side_by_side() -> None:
     """One scheduler serves a team; a step of one run must not move another's GPUs."""
     async with world() as w, AsyncExitStack() as stack:

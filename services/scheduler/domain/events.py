@@ -362,6 +362,24 @@ class StepMetrics:
     metrics: Mapping[str, float]
 
 
+@dataclass(frozen=True, slots=True)
+class LendGoodput:
+    """What a lend brought, told when the step is over in which the trainer had its GPUs back.
+
+    decoded_tokens: on its replicas. delivered_tokens: of trajectories that ended there. lost_seconds: waiting and
+    switching from the order to lend to that step's end. See `domain.goodput` for the other seconds.
+    """
+
+    lend_id: str
+    decoded_tokens: int
+    delivered_tokens: int
+    switch_seconds: float
+    lost_seconds: float
+    saved_at_most_seconds: float | None = None
+    predicted_alone_seconds: float | None = None
+    gained_seconds: float | None = None
+
+
 Happening = (
     RunOpened
     | RunUpdated
@@ -392,6 +410,7 @@ Happening = (
     | TransitionFailed
     | Saved
     | StepMetrics
+    | LendGoodput
 )
 """Everything that can happen."""
 

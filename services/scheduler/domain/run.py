@@ -12,6 +12,7 @@ from services.scheduler.domain.calls import CallOrder, Position
 from services.scheduler.domain.config import PolicyFactory, RunConfig
 from services.scheduler.domain.events import DecisionAction, DecisionPoint, Happening, Mode
 from services.scheduler.domain.feed import PolicyFeed
+from services.scheduler.domain.goodput import GoodputMeter
 from services.scheduler.domain.learner import Learner
 from services.scheduler.domain.lease import TrainerLease
 from services.scheduler.domain.lends import Lend, Lends
@@ -108,6 +109,7 @@ class Run:
         self.threshold: int | None = None
         """Groups at which the policy takes the GPUs back in the present step, None if it named no number."""
         self.learner = Learner(config, create)
+        self.goodput = GoodputMeter()
         self._scale = scale
 
     # --------------------------------------------------------------------------------------------------- life
@@ -184,9 +186,12 @@ class Run:
     # ------------------------------------------------------------------------------------------------- events
 
     def record(self, event: Happening, moment: Moment) -> None:
-        """Log `event` and show it to the policy."""
+        """Log `event` and show it to the policy, and log what a lend brought once that is known."""
         placed = self.log.append(event, self.at(moment.now), moment.wall)
         self.learner.observe(event, placed.at)
+        brought = self.goodput.read(event, placed.at)
+        if brought is not None:
+            self.record(brought, moment)
 
     def note_mode(self, moment: Moment) -> None:
         """Record the mode if it is another one than recorded last."""

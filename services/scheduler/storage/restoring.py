@@ -42,6 +42,7 @@ def _restored(
     run = Run(loaded.run_id, config, create, tools.settings.event_history, tools.clock.scale, moment)
     run.log = loaded.log
     run.learner = loaded.learner
+    run.goodput.replay(run.log)
     restore_run(run, state, loaded.places)
     for lend_id, cost_s in loaded.closed_lends.items():
         run.lends.close(lend_id, cost_s)

@@ -43,7 +43,8 @@ class _Pool:
 class Lend:
     """served_at: when the replicas began to serve. back_at: when the trainer was sure of its GPUs, None while lent.
     delivered: tokens of trajectories that ended on lent GPUs. first_read, last_read: the readings that the speed of the
-    standalone replicas is taken from."""
+    standalone replicas is taken from.
+    settled: the scheduler's own account, once it told."""
 
     lend_id: str
     kind: str
@@ -57,11 +58,18 @@ class Lend:
     standalone: _Pool = field(default_factory=_Pool)
     first_read: float | None = None
     last_read: float | None = None
+    settled: events_pb2.LendGoodput | None = None
 
     @property
     def decoded(self) -> int:
         """Tokens decoded on lent GPUs."""
         return self.hybrid.tokens
+
+    @property
+    def gained_s(self) -> float | None:
+        """Seconds gained against the wait that was predicted without the lend, lost if negative; None if unknown."""
+        settled = self.settled
+        return settled.gained_seconds if settled is not None and settled.HasField("gained_seconds") else None
 
     @property
     def served_s(self) -> float | None:
@@ -105,6 +113,8 @@ class Lends:
                 lend.back_at, lend.reclaim_s = event.at, event.reclaim_done.cost_seconds
                 if lend.ordered_back_at is None:
                     lend.ordered_back_at = event.at - lend.reclaim_s
+            case "lend_goodput":
+                self._settle(event.lend_goodput)
             case "mode_changed" if lend is not None and mode_name(event.mode_changed.to) == "RECLAIMING":
                 lend.ordered_back_at = event.at
             case "replica_counters":
@@ -122,6 +132,12 @@ class Lends:
             if reading.HasField("hybrid"):
                 (lend.hybrid if reading.hybrid else lend.standalone).first[reading.replica_id] = reading.decoded_tokens
         self.all.append(lend)
+
+    def _settle(self, told: events_pb2.LendGoodput) -> None:
+        for lend in reversed(self.all):
+            if lend.lend_id == told.lend_id:
+                lend.settled = told
+                break
 
     def _read(self, lend: Lend) -> None:
         assert self._latest is not None
