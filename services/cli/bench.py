@@ -23,6 +23,7 @@ _BENCHES: Final = {
     "journal": Entry("services.cli.bench:journal", "Records stored per second, and how long one takes."),
     "buffer": Entry("services.cli.bench_buffer:buffer", "The replay buffer beside a bare server."),
     "engine": Entry("services.cli.bench_engine:engine", "The engine controller beside the engines alone."),
+    "scheduler": Entry("services.cli.bench_scheduler:scheduler", "The switch scheduler beside a bare server."),
     "vllm": Entry("services.cli.bench_vllm:vllm", "A real vLLM behind us beside vLLM alone; needs vLLM."),
 }
 
@@ -56,8 +57,9 @@ def bench(context: click.Context, as_json: bool) -> None:
         return
     from services.cli.bench_buffer import buffer
     from services.cli.bench_engine import engine
+    from services.cli.bench_scheduler import scheduler
 
-    for command in (idle, journal, buffer, engine):
+    for command in (idle, journal, buffer, engine, scheduler):
         context.invoke(command, as_json=as_json)
 
 

@@ -1,7 +1,5 @@
 """What a lend brought, and what steps were predicted to wait."""
 
-import pytest
-
 from services.scheduler.domain import events
 from services.scheduler.domain.events import DecisionAction, DecisionPoint, LendKind, Mode, RouteState
 from services.scheduler.domain.foresight import Foresight
@@ -64,7 +62,7 @@ def test_a_lend_is_told_with_what_it_decoded_delivered_cost_and_gained() -> None
         # 15 s to lend, 30 s of the step until the GPUs were back, 7 s for the first mini-batch.
         lost_seconds=52.0,
         # Standalone alone: 2000 tokens in the 40 s from the reading before the lend to the last within it.
-        saved_at_most_seconds=pytest.approx(6600 * 40 / 2000 - 20.0),
+        saved_at_most_seconds=6600 * 40 / 2000 - 20.0,
         predicted_alone_seconds=100.0,
         gained_seconds=48.0,
     )
