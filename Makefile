@@ -45,8 +45,8 @@ test-all: lint types protos-lint test-vllm ## the same, the slow tests and those
 test-vllm: $(VLLM)/.ready ## everything against a real vLLM on this machine's CPU
 	$(VLLM)/bin/python -m pytest -W default tests/vllm
 
-test-stores: $(RAY)/.dev ## payload stores over real Ray and TransferQueue, tensors of torch (makes an environment of 2 GB at first)
-	$(RAY)/bin/python -m pytest tests/client/stores tests/client/tensors
+test-stores: $(RAY)/.dev ## payload stores and engines over real Ray and TransferQueue, tensors of torch (makes an environment of 2 GB at first)
+	$(RAY)/bin/python -m pytest tests/client/stores tests/client/tensors tests/cluster
 
 lint: $(VENV)/.dev ## ruff: rules and format
 	$(BIN)/ruff check $(SOURCES)

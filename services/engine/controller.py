@@ -60,8 +60,9 @@ class Controller:
         self.answers = Answers()
         self.partials = Partials()
         self.fence = Fence(settings.run, binds_at_any_call=settings.agent)
+        cluster = Cluster(settings.ray_address)
         if open_backend is None:
-            open_backend = Backends(settings, context.clock, lambda: self.fence.run_id).open
+            open_backend = Backends(settings, context.clock, lambda: self.fence.run_id, cluster).open
         # Ids of operations and updates name the incarnation, so that those of an earlier one are never mistaken.
         prefix = self.incarnation[:8]
         self.operations = OperationLog(prefix)
@@ -72,7 +73,6 @@ class Controller:
         faults = FAULTS if settings.fault_injection else frozenset()
         self.commands = Commands(fan_out, frozenset(settings.allow_method) | faults)
         self.updating = Updating(self.fleet, fan_out, self._updates, context.clock, prefix, self.book)
-        cluster = Cluster(settings.ray_address)
         sinks: list[RouteSink] = [HttpHook(url, settings.route_hook_holds) for url in settings.route_hook]
         if settings.verl_balancer:
             sinks.append(VerlBalancer(settings.verl_balancer, cluster))

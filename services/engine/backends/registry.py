@@ -6,10 +6,12 @@ Invariant: a spec that names an unknown backend or option is refused before anyt
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Final
 
-from services.engine.backends import sglang_http, vllm_http, vllm_inproc
+from services.engine.backends import sglang_http, vllm_http, vllm_inproc, vllm_ray
 from services.engine.backends.agent import Agents
 from services.engine.backends.base import Backend
+from services.engine.cluster.actors import Cluster
 from services.engine.domain.spec import ReplicaSpec
 from services.engine.reference.decode import Curve
 from services.engine.reference.engine import EngineConfig, ReferenceEngine
@@ -18,14 +20,18 @@ from services.engine.settings import EngineSettings
 from services.runtime.clock import Clock
 from services.runtime.errors import invalid_argument
 
-BACKENDS = ("agent", "reference", "sglang-http", "vllm-http", "vllm-inproc")
+BACKENDS = ("agent", "reference", "sglang-http", "vllm-http", "vllm-inproc", "vllm-ray")
+
+OPTIONS: Final = {"vllm-ray": vllm_ray.OPTIONS}
+"""What a spec may say beside its fields."""
 
 
 class Backends:
     """Opens the engine of a replica."""
 
-    def __init__(self, settings: EngineSettings, clock: Clock, run_id: Callable[[], str]) -> None:
+    def __init__(self, settings: EngineSettings, clock: Clock, run_id: Callable[[], str], cluster: Cluster) -> None:
         self._clock = clock
+        self._cluster = cluster
         self._agents = Agents(run_id)
         self._config = reference_config(settings)
         self._vllm_config = settings.vllm_config
@@ -39,7 +45,7 @@ class Backends:
                 value=spec.backend,
                 reason="UNKNOWN_BACKEND",
             )
-        for name in sorted(spec.options):
+        for name in sorted(spec.options.keys() - OPTIONS.get(spec.backend, frozenset())):
             raise invalid_argument(
                 "spec.options", f"backend {spec.backend} has no option {name!r}", value=name, reason="UNKNOWN_OPTION"
             )
@@ -52,6 +58,8 @@ class Backends:
                 return await vllm_http.open_backend(spec, self._clock)
             case "vllm-inproc":
                 return await vllm_inproc.open_backend(spec, self._vllm_config, self._clock)
+            case "vllm-ray":
+                return await vllm_ray.open_backend(spec, self._vllm_config, self._cluster, self._clock)
             case _:
                 return ReferenceEngine(spec, self._config, self._clock)
 

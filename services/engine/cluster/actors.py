@@ -7,7 +7,9 @@ that is dead raises UNAVAILABLE / ENGINE_DEAD; an exception inside an actor come
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
+from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
 from services.engine.backends.base import engine_dead
@@ -61,10 +63,22 @@ class Actor:
 
     async def call(self, method: str, *args: Any, **named: Any) -> Any:
         """Call a method and wait for it, for as long as it takes. Raises what it raises."""
+        with self._translated():
+            return await getattr(self.handle, method).remote(*args, **named)
+
+    async def stream(self, method: str, *args: Any) -> AsyncGenerator[Any, None]:
+        """What a generator of the actor yields."""
+        with self._translated():
+            references = getattr(self.handle, method).options(num_returns="streaming").remote(*args)
+            async for reference in references:
+                yield await reference
+
+    @contextlib.contextmanager
+    def _translated(self) -> Iterator[None]:
         import ray.exceptions as faults
 
         try:
-            return await getattr(self.handle, method).remote(*args, **named)
+            yield
         except faults.ActorUnavailableError as error:
             raise unavailable("ENGINE_UNREACHABLE", f"the actor {self.name} cannot be reached for now") from error
         except faults.RayActorError as error:
