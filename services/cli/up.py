@@ -7,6 +7,7 @@ is 1; Ctrl-C and SIGTERM stop all in order, exit code 0.
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Final
 
 import click
@@ -30,6 +31,7 @@ _SERVICES: Final = ("buffer", "engine", "scheduler")
         "TURNOUT_SCHEDULER_* variables or a YAML file, as for the single services.",
         "turnout up",
         "turnout up --buffer 127.0.0.1:0 --engine 127.0.0.1:0 --scheduler 127.0.0.1:0   free ports, printed",
+        "turnout up --data-dir ./turnout-data          all three remember",
         "turnout up --buffer unix:/tmp/turnout-buffer.sock",
     )
 )
@@ -38,15 +40,22 @@ _SERVICES: Final = ("buffer", "engine", "scheduler")
 @click.option(
     "--scheduler", metavar="ADDRESS", default=SCHEDULER, show_default=True, help="Where the scheduler listens."
 )
+@click.option(
+    "--data-dir",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Keep what the services know in this directory, one folder each, so that all three survive a restart. Without "
+    "it everything ends with the processes.",
+)
 @click.option("--insecure", is_flag=True, help="Allow addresses that other machines can reach, without TLS and tokens.")
 @click.option(
     "--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info", show_default=True
 )
-def up(buffer: str, engine: str, scheduler: str, insecure: bool, log_level: str) -> None:
+def up(buffer: str, engine: str, scheduler: str, data_dir: Path | None, insecure: bool, log_level: str) -> None:
     """Run the three services."""
     common = ("--log-level", log_level, *(("--insecure",) if insecure else ()))
     addresses = {"buffer": buffer, "engine": engine, "scheduler": scheduler}
-    specs = [service_spec(name, "--listen", addresses[name], *common) for name in _SERVICES]
+    kept = {name: () if data_dir is None else ("--data-dir", str(data_dir.absolute() / name)) for name in _SERVICES}
+    specs = [service_spec(name, "--listen", addresses[name], *kept[name], *common) for name in _SERVICES]
     run_async(_run(specs))
 
 

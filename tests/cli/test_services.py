@@ -52,6 +52,20 @@ def test_up_runs_three_services_that_status_finds_and_stops_them_in_order(number
         assert not any(map(alive, children))
 
 
+def test_up_with_a_data_directory_remembers_runs(tmp_path: Path) -> None:
+    """A person who stops it over night finds the run in the morning."""
+    kept = ("--data-dir", str(tmp_path / "data"))
+    with running("up", *FREE, *kept) as process:
+        open_run(targets_of(process), "night")
+        assert stop(process, signal.SIGTERM)[0] == 0
+    assert sorted(path.name for path in (tmp_path / "data").iterdir()) == ["buffer", "engine", "scheduler"]
+    with running("up", *FREE, *kept) as process:
+        targets = targets_of(process)
+        (run,) = json.loads(turnout("status", *flags(targets), "--json").stdout)["runs"]
+        assert (run["run_id"], run["in_flight"]) == ("night", 1)
+        assert stop(process, signal.SIGTERM)[0] == 0
+
+
 def open_run(targets: dict[str, str], run_id: str) -> None:
     """Open a run that nothing is lent for."""
     with BufferClient(targets["buffer"]) as buffer, SchedulerClient(targets["scheduler"]) as scheduler:
