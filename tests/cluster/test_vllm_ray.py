@@ -27,24 +27,7 @@ from tests.cluster.engines import BROKEN, STARTER
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::ResourceWarning")
 
-ROOT = Path(__file__).parents[2]
 WAIT = 60.0
-
-
-@pytest.fixture(scope="module")
-def address() -> Iterator[str]:
-    """A cluster of one node, whose workers find these tests."""
-    from tests.client.stores.clusters import cluster
-
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), before]))
-    try:
-        with cluster(num_cpus=4) as running:
-            yield running
-    finally:
-        os.environ.pop("PYTHONPATH")
-        if before is not None:
-            os.environ["PYTHONPATH"] = before
 
 
 @contextlib.contextmanager

@@ -34,7 +34,7 @@ async def test_capabilities_are_what_the_engine_offers() -> None:
     state = await backend_on(FakeSurface()).probe()
     assert {"sleep", "wake_tags", NATIVE_RELEASE, "weight_transfer", "weight_version", "memory"} <= state.capabilities
     bare = await backend_on(FakeSurface(frozenset({calls.PAUSE, calls.PAUSE_MODE}))).probe()
-    assert bare.capabilities == {"pause_keep", "pause_wait"}
+    assert bare.capabilities == {"pause_wait"}
 
 
 async def test_a_sleep_that_frees_nothing_is_no_sleep() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from services.engine.backends import sglang_http, vllm_http, vllm_inproc, vllm_ray
+from services.engine.backends import sglang_http, verl_ray, vllm_http, vllm_inproc, vllm_ray
 from services.engine.backends.agent import Agents
 from services.engine.backends.base import Backend
 from services.engine.cluster.actors import Cluster
@@ -20,7 +20,7 @@ from services.engine.settings import EngineSettings
 from services.runtime.clock import Clock
 from services.runtime.errors import invalid_argument
 
-BACKENDS = ("agent", "reference", "sglang-http", "vllm-http", "vllm-inproc", "vllm-ray")
+BACKENDS = ("agent", "reference", "sglang-http", "verl-ray", "vllm-http", "vllm-inproc", "vllm-ray")
 
 OPTIONS: Final = {"vllm-ray": vllm_ray.OPTIONS}
 """What a spec may say beside its fields."""
@@ -54,6 +54,8 @@ class Backends:
                 return await self._agents.open(spec)
             case "sglang-http":
                 return await sglang_http.open_backend(spec, self._clock)
+            case "verl-ray":
+                return await verl_ray.open_backend(spec, self._cluster, self._clock)
             case "vllm-http":
                 return await vllm_http.open_backend(spec, self._clock)
             case "vllm-inproc":

@@ -136,7 +136,7 @@ class VllmBackend:
             calls.SLEEP: "sleep",
             calls.WAKE_TAGS: "wake_tags",
             calls.RELEASE_KV: NATIVE_RELEASE,
-            calls.PAUSE_MODE: "pause_keep",
+            calls.KEEP: "pause_keep",
             calls.WEIGHT_TRANSFER: "weight_transfer",
             calls.WEIGHT_VERSION: "weight_version",
             calls.MEMORY: "memory",
@@ -152,6 +152,8 @@ class VllmBackend:
 
     async def pause(self, mode: PauseMode, clear_cache: bool, timeout: float) -> Shards:
         async def work() -> None:
+            if mode is PauseMode.KEEP:
+                self._need(calls.KEEP, "it keeps no requests over a pause")
             if mode is PauseMode.WAIT:
                 await self._drained()
             # After the wait nothing is left to abort, and unlike vLLM's own wait this one cannot outlive its caller.

@@ -61,7 +61,7 @@ class Actor:
         """Whether its class has this method."""
         return hasattr(self.handle, method)
 
-    async def call(self, method: str, *args: Any, **named: Any) -> Any:
+    async def call(self, method: str, /, *args: Any, **named: Any) -> Any:
         """Call a method and wait for it, for as long as it takes. Raises what it raises."""
         with self._translated():
             return await getattr(self.handle, method).remote(*args, **named)

@@ -141,7 +141,7 @@ class SglangSurface:
         self._keeps_weights = bool(info.get("enable_weights_cpu_backup"))
         self.incarnation = f"{info.get('version', '')} {json.dumps(info.get('startup_time'), sort_keys=True)}"
         offers = {call for call, route in ROUTES.items() if await self._has(route)}
-        offers |= {calls.PAUSE_MODE, calls.SLEEP_MODE, calls.IS_PAUSED, calls.RESET_RUNNING}
+        offers |= {calls.PAUSE_MODE, calls.KEEP, calls.SLEEP_MODE, calls.IS_PAUSED, calls.RESET_RUNNING}
         if calls.WAKE_TAGS not in offers or not info.get("enable_memory_saver"):
             # Without the memory saver a release says yes and frees nothing.
             offers -= {calls.SLEEP, calls.SLEEP_MODE, calls.WAKE_TAGS}

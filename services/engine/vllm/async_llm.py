@@ -36,6 +36,7 @@ METHODS: Final = {
     calls.RELEASE_KV: ("release_kv_cache_memory", ""),
     calls.PAUSE: ("pause_generation", ""),
     calls.PAUSE_MODE: ("pause_generation", "mode"),
+    calls.KEEP: ("pause_generation", "mode"),
     calls.IS_PAUSED: ("is_paused", ""),
     calls.RESET_RUNNING: ("reset_prefix_cache", "reset_running_requests"),
     calls.RESET_CONNECTORS: ("reset_prefix_cache", "reset_connector"),

@@ -111,7 +111,7 @@ class HttpSurface:
                 "DEV_MODE_OFF", f"{self.url} lacks /pause or {ABORT_ROUTE}: start it with VLLM_SERVER_DEV_MODE=1"
             )
         # The routes with these query names came together with /pause?mode=.
-        offers |= {calls.PAUSE_MODE, calls.SLEEP_MODE, calls.IS_PAUSED}
+        offers |= {calls.PAUSE_MODE, calls.KEEP, calls.SLEEP_MODE, calls.IS_PAUSED}
         if calls.RESET_RUNNING in offers:
             offers |= {calls.RESET_CONNECTORS}
         config = await self._server_config()

@@ -1,0 +1,251 @@
+"""The backend `verl-ray` on a server with verl's rules, and our calls against verl's recorded signatures."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from services.engine.backends.base import EngineRequest
+from services.engine.backends.vllm import VllmBackend
+from services.engine.cluster.verl import ENGINE_CALLS, METHODS, VerlSurface
+from services.engine.domain.engine_state import NATIVE_RELEASE
+from services.engine.domain.requests import Finish, Sampling
+from services.engine.domain.spec import ALL_CACHES, KV_CACHE, WEIGHTS, PauseMode, ReplicaSpec, Role, Weights
+from services.engine.domain.tokens import Stretches
+from services.runtime.clock import MonotonicClock
+from services.runtime.errors import TurnoutError
+from tests.verl.balancer import CONTRACT
+from tests.verl.server import Mode, NewEngine, ServerActor, VerlServer
+
+BOTH = [KV_CACHE, WEIGHTS]
+VLLM = Path(__file__).parents[1] / "vllm" / "signatures"
+
+
+@contextlib.contextmanager
+def refused(reason: str) -> Iterator[None]:
+    with pytest.raises(TurnoutError) as caught:
+        yield
+    assert caught.value.reason == reason, caught.value
+
+
+async def backend_of(server: VerlServer) -> VllmBackend:
+    surface = VerlSurface(ServerActor(server).as_actor())
+    await surface.find_out()
+    backend = VllmBackend(ReplicaSpec("r", Role.HYBRID, "verl-ray", "vllm_server_0_0"), surface, MonotonicClock())
+    await backend.probe()
+    return backend
+
+
+async def empty() -> AsyncIterator[bytes]:
+    for part in list[bytes]():
+        yield part
+
+
+def request(prompt: int = 1, max_tokens: int = 3) -> EngineRequest:
+    return EngineRequest("a", [prompt], Stretches(), max_tokens, Sampling(logprobs=True))
+
+
+def test_what_we_call_is_there_in_verl() -> None:
+    methods = CONTRACT["classes"]["vLLMHttpServer"]["methods"]
+    for name, given in METHODS.items():
+        assert set(given) <= set(methods[name]["parameters"]), name
+        assert set(methods[name]["required"]) <= set(given), name
+    assert {"token_ids", "log_probs", "stop_reason", "extra_fields"} <= set(
+        CONTRACT["classes"]["TokenOutput"]["fields"]
+    )
+
+
+def test_what_verl_calls_of_vllm_is_what_we_look_for() -> None:
+    for name, given in ENGINE_CALLS.items():
+        assert sorted(given) == CONTRACT["engine_calls"][name], name
+
+
+@pytest.mark.parametrize("version", ["0.32.0", "0.33.0"])
+def test_verl_does_not_fit_these_versions_of_vllm(version: str) -> None:
+    """If a newer record fits, the refusal has to go from the docs."""
+    methods = json.loads((VLLM / f"{version}.json").read_text())["AsyncLLM"]
+    lacking = [
+        (name, each)
+        for name, given in ENGINE_CALLS.items()
+        for each in given
+        if each not in methods[name]["parameters"]
+    ]
+    assert lacking == [("pause_generation", "wait_for_inflight_requests")]
+
+
+async def test_a_vllm_that_lacks_what_verl_calls_is_named() -> None:
+    with pytest.raises(TurnoutError, match=r"pause_generation\(wait_for_inflight_requests=\)") as caught:
+        await backend_of(VerlServer(engine=NewEngine()))
+    assert caught.value.reason == "VERL_VLLM_MISMATCH"
+
+
+async def test_capabilities_are_what_verl_does_and_not_what_it_skips() -> None:
+    hybrid = (await (await backend_of(VerlServer())).probe()).capabilities
+    assert {"sleep", "wake_tags", "weight_version"} <= hybrid
+    assert not {NATIVE_RELEASE, "pause_keep", "memory", "weight_transfer"} & hybrid
+    for server in (VerlServer(Mode.STANDALONE), VerlServer(frees=False)):
+        backend = await backend_of(server)
+        assert "sleep" not in (await backend.probe()).capabilities
+        with refused("NOT_OFFERED"):
+            await backend.sleep(2, 5)
+
+
+async def test_a_lend_and_a_reclaim() -> None:
+    server = VerlServer()
+    backend = await backend_of(server)
+    await backend.pause(PauseMode.ABORT, True, 5)
+    assert server.rejecting_at_pause
+    await backend.sleep(2, 5)
+    with refused("TAG_ASLEEP"):
+        await backend.resume(5)
+    await backend.wake_up([WEIGHTS], 5)
+    await backend.start_weight_update("u", 4, False, 5)
+    await backend.update_weights(0, '{"mover": "own"}', empty(), 5)
+    await backend.finish_weight_update("", 5)
+    await backend.wake_up([KV_CACHE], 5)
+    assert (await backend.probe()).paused
+    await backend.reset_caches(ALL_CACHES, False, True, 5)
+    await backend.resume(5)
+    state = await backend.probe()
+    assert (state.paused, state.weight_version, server.global_steps) == (False, 4, 4)
+    assert not server.engine.paused
+
+
+async def test_late_requests_wait_at_a_standalone_server_and_are_rejected_at_a_hybrid_one() -> None:
+    for mode, rejects in ((Mode.STANDALONE, False), (Mode.HYBRID, True)):
+        server = VerlServer(mode)
+        await (await backend_of(server)).pause(PauseMode.ABORT, True, 5)
+        assert server.rejecting_at_pause is rejects
+
+
+async def test_a_reply_that_carries_an_error_is_a_failure() -> None:
+    server = VerlServer()
+    backend = await backend_of(server)
+    server.reply_error = "the engine said no"
+    with refused("ENGINE_FAILED"):
+        await backend.pause(PauseMode.ABORT, True, 5)
+
+
+async def test_a_collective_rpc_goes_through_and_has_no_answer() -> None:
+    server = VerlServer()
+    shards = await (await backend_of(server)).collective_rpc("check", '{"args": [1]}', None, 5)
+    assert [shard.result_json for shard in shards] == ["null"]
+    assert server.engine.calls == ["check (1,) {}"]
+
+
+async def test_verl_keeps_no_requests() -> None:
+    backend = await backend_of(VerlServer())
+    with refused("NOT_OFFERED"):
+        await backend.pause(PauseMode.KEEP, True, 5)
+
+
+async def test_another_level_than_verls_is_refused() -> None:
+    backend = await backend_of(VerlServer())
+    with refused("NOT_OFFERED"):
+        await backend.sleep(1, 5)
+
+
+async def test_another_controller_finds_what_is_asleep() -> None:
+    server = VerlServer()
+    backend = await backend_of(server)
+    await backend.pause(PauseMode.ABORT, True, 5)
+    await backend.sleep(2, 5)
+    await backend.wake_up([WEIGHTS], 5)
+    state = await (await backend_of(server)).probe()
+    assert state.resident_tags == {WEIGHTS}
+    assert (state.paused, state.weights) == (True, Weights.DISCARDED)
+
+
+async def test_a_server_whose_state_nobody_knows_is_refused() -> None:
+    """Its gate was closed by someone who left no note: memory may be asleep."""
+    server = VerlServer()
+    await server.abort_all_requests()
+    with refused("ENGINE_STATE_UNKNOWN"):
+        await backend_of(server)
+
+
+async def test_a_sleep_that_failed_leaves_an_engine_to_be_started_again() -> None:
+    server = VerlServer()
+    backend = await backend_of(server)
+    await backend.pause(PauseMode.ABORT, True, 5)
+    server.engine.fail = "sleep"
+    with refused("ENGINE_FAILED"):
+        await backend.sleep(2, 5)
+    with refused("ENGINE_DEAD"):
+        await backend.probe()
+    with refused("ENGINE_STATE_UNKNOWN"):
+        await backend_of(server)
+
+
+async def test_a_dead_engine_core_is_noticed() -> None:
+    server = VerlServer()
+    backend = await backend_of(server)
+    server.engine.errored = True
+    with refused("ENGINE_DEAD"):
+        await backend.probe()
+
+
+async def test_weights_that_the_trainer_moved_are_seen() -> None:
+    server = VerlServer()
+    backend = await backend_of(server)
+    server.global_steps = 9
+    assert (await backend.probe()).weight_version == 9
+
+
+@pytest.fixture
+def verl_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.engine.cluster.verl.importlib.util.find_spec", lambda name: object())
+
+
+@pytest.mark.usefixtures("verl_is_here")
+async def test_outputs_come_whole() -> None:
+    backend = await backend_of(VerlServer())
+    (output,) = [each async for each in backend.generate(request())]
+    assert (list(output.token_ids), output.finish) == ([0, 1, 2], Finish.LENGTH)
+    assert list(output.logprobs) == [-0.5] * 3
+
+
+@pytest.mark.usefixtures("verl_is_here")
+async def test_an_aborted_request_keeps_its_tokens_and_one_that_the_gate_rejects_has_none() -> None:
+    server = VerlServer()
+    backend = await backend_of(server)
+
+    async def run() -> list[tuple[list[int], Finish | None]]:
+        return [(list(each.token_ids), each.finish) async for each in backend.generate(request(99))]
+
+    running = asyncio.ensure_future(run())
+    while not server.engine.output_processor.request_states:  # noqa: ASYNC110 - the server has no event
+        await asyncio.sleep(0)
+    await backend.abort(None)
+    assert await running == [([7], Finish.ABORT)]
+    await server.abort_all_requests(reject_request=True)
+    assert await run() == [([], Finish.ABORT)]
+
+
+@pytest.mark.usefixtures("verl_is_here")
+async def test_a_stream_that_is_closed_ends_its_request() -> None:
+    server = VerlServer()
+    backend = await backend_of(server)
+
+    async def run() -> None:
+        async for _ in backend.generate(request(99)):
+            pass
+
+    running = asyncio.ensure_future(run())
+    while not server.engine.output_processor.request_states:  # noqa: ASYNC110 - the server has no event
+        await asyncio.sleep(0)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    assert not server.engine.output_processor.request_states
+
+
+async def test_outputs_need_verl_beside_the_controller() -> None:
+    backend = await backend_of(VerlServer())
+    with refused("NOT_OFFERED"):
+        async for _ in backend.generate(request()):
+            pass
