@@ -197,6 +197,16 @@ def translate(event: events_pb2.RunEvent) -> tuple[str, dict[str, Any]] | None:
             lend = event.lend_done
             kind_word = _LEND_KINDS.get(lend.kind, "unknown")
             return "lend", {"lend_id": lend.lend_id, "kind": kind_word, "cost_s": lend.cost_seconds}
+        case "lend_goodput":
+            brought = event.lend_goodput
+            gained = brought.gained_seconds if brought.HasField("gained_seconds") else None
+            tokens = {"decoded_tokens": brought.decoded_tokens, "delivered_tokens": brought.delivered_tokens}
+            return "lend_brought", {
+                "lend_id": brought.lend_id,
+                **tokens,
+                "lost_s": brought.lost_seconds,
+                "gained_s": gained,
+            }
         case "reclaim_done":
             return "reclaim", {"cost_s": event.reclaim_done.cost_seconds}
         case "sync_done":

@@ -13,7 +13,7 @@ from services.demo.assignment import Assignment
 from services.demo.events import Event
 from services.demo.job import Job
 from services.demo.prompts import sample_file
-from services.demo.recorder import Recorder, replica_state
+from services.demo.recorder import Recorder, replica_state, translate
 from services.demo.report import Reporter
 from services.demo.stack import nodes, replicas
 from turnout.buffer.v1 import buffer_pb2
@@ -150,3 +150,14 @@ def test_the_job_has_two_standalone_and_four_hybrid_replicas_on_three_nodes() ->
     assert len({replica["replica_id"] for replica in replicas(job)}) == 6
     assert [node.name for node in nodes(job)] == ["standalone-node-0", "hybrid-node-0", "hybrid-node-1"]
     assert (job.standalone_gpus, job.hybrid_gpus, job.batch_size) == (8, 16, 64)
+
+
+def test_what_a_lend_brought_is_told() -> None:
+    """Whether lending paid is what the file is read for; no prediction is no gain of 0 s."""
+    brought = events_pb2.LendGoodput(lend_id="l", decoded_tokens=9, delivered_tokens=7, lost_seconds=3.5)
+    told = translate(events_pb2.RunEvent(lend_goodput=brought))
+    values = {"lend_id": "l", "decoded_tokens": 9, "delivered_tokens": 7, "lost_s": 3.5, "gained_s": None}
+    assert told == ("lend_brought", values)
+    brought.gained_seconds = -2.0
+    again = translate(events_pb2.RunEvent(lend_goodput=brought))
+    assert again == ("lend_brought", values | {"gained_s": -2.0})
