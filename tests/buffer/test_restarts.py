@@ -15,10 +15,11 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.buffer.service import BufferService
+from services.buffer.storage.audit import audit
 from services.buffer.storage.checkpoints import Checkpoints
 from services.buffer.storage.keeper import Keeper
 from services.runtime.clock import ManualClock
-from services.runtime.errors import Code
+from services.runtime.errors import Code, TurnoutError
 from services.runtime.host import StartError
 from services.runtime.journal import JournalOptions
 from services.runtime.journal.database import Database
@@ -131,7 +132,18 @@ async def test_payloads_without_their_journal_are_not_taken_for_a_new_buffer(tmp
         async with running_buffer(data_dir=tmp_path):
             pass
     assert {path: path.read_bytes() for path in (tmp_path / "payloads").glob("segment-*")} == before
+    with pytest.raises(TurnoutError, match="JOURNAL_NOT_FOUND"):
+        await audit(tmp_path)
     away.rename(tmp_path / "journal")
+    database = tmp_path / "journal" / "journal.db"
+    database.rename(away)
+    missing = r"JOURNAL_DAMAGED.*the database is missing"
+    with pytest.raises(StartError, match=missing):
+        async with running_buffer(data_dir=tmp_path):
+            pass
+    with pytest.raises(TurnoutError, match=missing):
+        await audit(tmp_path)
+    away.rename(database)
     async with running_buffer(data_dir=tmp_path) as buffer:
         told = await buffer.caller().sample(1)
         ref = told.groups[0].trajectories[0].outputs[0].payload.ref

@@ -50,7 +50,7 @@ class Audit:
 async def audit(data_dir: Path) -> Audit:
     """Read a data directory. Raises NOT_FOUND, DATA_LOSS, FAILED_PRECONDITION / JOURNAL_LOCKED if it is in use."""
     directory = data_dir / "journal"
-    if not JournalFiles(directory).hold_records():
+    if not JournalFiles(directory).begun():
         raise not_found("JOURNAL_NOT_FOUND", f"{data_dir} holds no journal of a replay buffer")
     journal = await open_journal(directory, schema=SCHEMA)
     try:

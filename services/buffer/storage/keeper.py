@@ -62,7 +62,7 @@ class Keeper:
         """Load what is stored, and begin. Raises DATA_LOSS / JOURNAL_DAMAGED and other TurnoutErrors, OSError."""
         self._dir.mkdir(parents=True, exist_ok=True)
         journal, payloads = self._dir / "journal", self._dir / "payloads"
-        if payloads.exists() and not JournalFiles(journal).hold_records():
+        if payloads.exists() and not JournalFiles(journal).begun():
             # The first start makes the journal first. A new one would name no payload, so all of them would go.
             raise damaged(journal.name, f"it is gone, but {payloads} is there", last_good=0)
         await self.checkpoints.sweep()

@@ -51,6 +51,10 @@ class JournalFiles:
         """Every snapshot, unfinished ones included."""
         return self.directory.glob("snapshot-*")
 
+    def begun(self) -> bool:
+        """Return whether anything is left of a journal: its mark comes first and never goes."""
+        return self.mark.exists() or self.hold_records()
+
     def hold_records(self) -> bool:
         """Return whether anything is here that may hold records."""
         return self.database.exists() or self.wal.exists() or any(True for _ in self.snapshots())

@@ -3572,7 +3572,8 @@ class GetPayloadsRequest(google.protobuf.message.Message):
     """Run of the lease."""
     lease_id: builtins.str
     """Sample lease that holds the groups; readable until ReleasePayload or the end of the lease time, also after the
-    commit. A worker reads by its claim instead.
+    commit. Afterwards FAILED_PRECONDITION / LEASE_COMMITTED, LEASE_RELEASED or LEASE_EXPIRED. A worker reads by its
+    claim instead.
     """
     resume_at: builtins.int
     """Byte position in the concatenation of all refs to start at; 0 from the start. After a torn stream: bytes received.
