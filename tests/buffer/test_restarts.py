@@ -21,8 +21,9 @@ from services.buffer.storage.keeper import Keeper
 from services.runtime.clock import ManualClock
 from services.runtime.errors import Code, TurnoutError
 from services.runtime.host import StartError
-from services.runtime.journal import JournalOptions
+from services.runtime.journal import Durability, JournalOptions
 from services.runtime.journal.database import Database
+from services.runtime.journal.mark import read_mark
 from services.runtime.journal.sqlite import SqliteJournal
 from tests.buffer.helpers import (
     Buffer,
@@ -148,6 +149,18 @@ async def test_payloads_without_their_journal_are_not_taken_for_a_new_buffer(tmp
         told = await buffer.caller().sample(1)
         ref = told.groups[0].trajectories[0].outputs[0].payload.ref
         assert await buffer.caller().get(ref, lease_id=told.done.lease_id) == [bytes(4096)]
+
+
+@pytest.mark.parametrize("durability", [Durability.FSYNC, Durability.OS])
+async def test_an_audit_leaves_what_the_journal_promises(tmp_path: Path, durability: Durability) -> None:
+    """After an audit of `fsync` as `os`, records that went missing would pass for those that power loss may cost."""
+    async with running_buffer(data_dir=tmp_path, durability=durability.value) as buffer:
+        await buffer.caller().create()
+    before = read_mark(tmp_path / "journal" / "journal.mark")
+    assert before is not None
+    assert before.durability is durability
+    assert [found.run_id for found in (await audit(tmp_path)).partitions] == ["run", "run"]
+    assert read_mark(tmp_path / "journal" / "journal.mark") == before
 
 
 async def test_no_snapshot_is_taken_of_a_log_that_is_short_by_now(tmp_path: Path) -> None:

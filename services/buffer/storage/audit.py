@@ -14,8 +14,10 @@ from services.buffer.domain.payloads import MemoryPayloadStore
 from services.buffer.storage.keeper import SCHEMA
 from services.buffer.storage.loading import load
 from services.runtime.errors import not_found
-from services.runtime.journal import open_journal
+from services.runtime.journal import JournalOptions, open_journal
 from services.runtime.journal.files import JournalFiles
+from services.runtime.journal.lock import DirectoryLock
+from services.runtime.journal.mark import read_mark
 
 # A page on a terminal; GetLedger lists them all.
 MOST_DROPPED = 20
@@ -50,9 +52,17 @@ class Audit:
 async def audit(data_dir: Path) -> Audit:
     """Read a data directory. Raises NOT_FOUND, DATA_LOSS, FAILED_PRECONDITION / JOURNAL_LOCKED if it is in use."""
     directory = data_dir / "journal"
-    if not JournalFiles(directory).begun():
+    files = JournalFiles(directory)
+    if not files.begun():
         raise not_found("JOURNAL_NOT_FOUND", f"{data_dir} holds no journal of a replay buffer")
-    journal = await open_journal(directory, schema=SCHEMA)
+    # What the mark promises stays as it is: after an audit of `fsync` as `os`, a later loss would pass as power loss.
+    lock = DirectoryLock(files.lock)  # A service that writes the mark may be in the middle of it.
+    try:
+        acknowledged = read_mark(files.mark)
+    finally:
+        lock.release()
+    options = JournalOptions() if acknowledged is None else JournalOptions(durability=acknowledged.durability)
+    journal = await open_journal(directory, schema=SCHEMA, options=options)
     try:
         # Bytes that came inline pass through; which bytes are there is not what a ledger tells.
         memory = await load(journal, MemoryPayloadStore())
