@@ -7647,7 +7647,8 @@ type GetPayloadsRequest struct {
 	// Run of the lease.
 	RunId string `protobuf:"bytes,1,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
 	// Sample lease that holds the groups; readable until ReleasePayload or the end of the lease time, also after the
-	// commit. A worker reads by its claim instead.
+	// commit. Afterwards FAILED_PRECONDITION / LEASE_COMMITTED, LEASE_RELEASED or LEASE_EXPIRED. A worker reads by its
+	// claim instead.
 	LeaseId string `protobuf:"bytes,2,opt,name=lease_id,json=leaseId,proto3" json:"lease_id,omitempty"`
 	// Claim whose prompt or partial outputs are read, when lease_id is empty.
 	Claim *ClaimToken `protobuf:"bytes,3,opt,name=claim,proto3" json:"claim,omitempty"`

@@ -1980,7 +1980,8 @@ export interface GetPayloadsRequest {
   runId: string;
   /**
    * Sample lease that holds the groups; readable until ReleasePayload or the end of the lease time, also after the
-   * commit. A worker reads by its claim instead.
+   * commit. Afterwards FAILED_PRECONDITION / LEASE_COMMITTED, LEASE_RELEASED or LEASE_EXPIRED. A worker reads by its
+   * claim instead.
    */
   leaseId: string;
   /** Claim whose prompt or partial outputs are read, when lease_id is empty. */
