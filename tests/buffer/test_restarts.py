@@ -161,6 +161,11 @@ async def test_an_audit_leaves_what_the_journal_promises(tmp_path: Path, durabil
     assert before.durability is durability
     assert [found.run_id for found in (await audit(tmp_path)).partitions] == ["run", "run"]
     assert read_mark(tmp_path / "journal" / "journal.mark") == before
+    lock = tmp_path / "journal" / "journal.lock"
+    lock.unlink()
+    lock.mkdir()
+    with pytest.raises(TurnoutError, match="JOURNAL_IO"):
+        await audit(tmp_path)
 
 
 async def test_no_snapshot_is_taken_of_a_log_that_is_short_by_now(tmp_path: Path) -> None:

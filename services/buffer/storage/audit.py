@@ -15,6 +15,7 @@ from services.buffer.storage.keeper import SCHEMA
 from services.buffer.storage.loading import load
 from services.runtime.errors import not_found
 from services.runtime.journal import JournalOptions, open_journal
+from services.runtime.journal.failures import failure_of
 from services.runtime.journal.files import JournalFiles
 from services.runtime.journal.lock import DirectoryLock
 from services.runtime.journal.mark import read_mark
@@ -56,11 +57,14 @@ async def audit(data_dir: Path) -> Audit:
     if not files.begun():
         raise not_found("JOURNAL_NOT_FOUND", f"{data_dir} holds no journal of a replay buffer")
     # What the mark promises stays as it is: after an audit of `fsync` as `os`, a later loss would pass as power loss.
-    lock = DirectoryLock(files.lock)  # A service that writes the mark may be in the middle of it.
     try:
-        acknowledged = read_mark(files.mark)
-    finally:
-        lock.release()
+        lock = DirectoryLock(files.lock)  # A service that writes the mark may be in the middle of it.
+        try:
+            acknowledged = read_mark(files.mark)
+        finally:
+            lock.release()
+    except OSError as error:
+        raise failure_of(error).error from error
     options = JournalOptions() if acknowledged is None else JournalOptions(durability=acknowledged.durability)
     journal = await open_journal(directory, schema=SCHEMA, options=options)
     try:
