@@ -109,6 +109,7 @@ def demo_vllm(
             raise Misconfigured(f"{path}: cannot be written: no such directory, or not a writable one")
     count = seeds or (SEEDS if as_json else 1)
     made: list[Figures] = []
+    said = ""
     if events is not None:
         events.write_text("", encoding="utf-8")
     with demo_progress(Console(stderr=True, highlight=False), seeds=count, steps=steps) as progress:
@@ -117,11 +118,14 @@ def demo_vllm(
             recorded = _run(job, prompts_path, progress, events)
             made.append(figures(job, recorded))
             if number == 0:
+                said = _answers(recorded)
                 _draw(picture, made[0], recorded)
     if as_json:
         click.echo(json.dumps({"seeds": [one.to_dict() for one in made]}))
     else:
-        Console(highlight=False).print(_table(made))
+        console = Console(highlight=False)
+        console.print(_table(made))
+        console.print(said, markup=False)
     click.echo(f"reward, memory and timeline: {picture}", err=as_json)
     faults = [fault for one in made for fault in one.faults()]
     if faults:
@@ -145,6 +149,13 @@ def _run(job: Job, prompts: Path, progress: DemoProgress, events: Path | None) -
                 file.writelines(event.to_line(job.seed, "on") + "\n" for event in recorder.events)
     progress.end()
     return recorder.events
+
+
+def _answers(events: list[Event]) -> str:
+    """Return what the model answered to one prompt before it learned anything, and in the end."""
+    syncs = [event["answers"] for event in events if event.name == "synced"]
+    prompt, first = next(iter(syncs[0].items()))
+    return f'"{prompt}" was answered "{first}" before the first step, and "{syncs[-1][prompt]}" after the last one'
 
 
 def _table(made: list[Figures]) -> Table:

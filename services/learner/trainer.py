@@ -5,7 +5,8 @@
 Its lines are those of the demo's trainer (services.demo.events) and two of its own:
 
     learned   step, reward (mean over the step's answers), loss, clipped_share, ratio_error
-    synced    version, replicas, differing: replicas that took the version, and those whose greedy output differs
+    synced    version, replicas, differing: replicas that took the version, and those whose greedy output differs;
+              answers: what the trainer's model answers, by prompt
 
 Invariants: it talks to the services through the client alone; a step trains on what its own weights sampled; weights
 travel as one safetensors file with its checksum, and what each replica computes with them is compared at once.
@@ -26,11 +27,12 @@ import torch
 
 from services.demo.process import run_process
 from services.demo.report import Reporter
+from services.learner.alphabet import decode
 from services.learner.assignment import Assignment
 from services.learner.comparer import differing
 from services.learner.grpo import Learner, Outcome, Rollout, Settings
 from services.learner.job import PARTITION, Job
-from services.learner.model import checkpoint_bytes, make_model
+from services.learner.model import checkpoint_bytes, greedy, make_model
 from services.learner.supply import Question, load, questions
 from services.learner.worker import REWARD
 from turnout.buffer.v1 import buffer_pb2
@@ -181,15 +183,16 @@ class Trainer:
 
     async def _compare(self, version: int) -> None:
         took, self._took = self._took, []
+        expected = greedy(self._learner.model, self._compared, self._job.answer_tokens)
         wrong = await differing(
             self._hooks.engine,
-            self._learner.model,
             run_id=self._job.run_id,
             replica_ids=took,
             prompts=self._compared,
-            length=self._job.answer_tokens,
+            expected=expected,
         )
-        self._reporter.tell("synced", version=version, replicas=took, differing=wrong)
+        answers = {decode(prompt): decode(answer) for prompt, answer in zip(self._compared, expected, strict=True)}
+        self._reporter.tell("synced", version=version, replicas=took, differing=wrong, answers=answers)
 
     async def _tell_ledger(self) -> None:
         request = buffer_pb2.GetLedgerRequest(run_id=self._job.run_id, partition=PARTITION)
