@@ -27,10 +27,12 @@ class PartOwner(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Part:
-    """A header and its data in pieces. `patient`: it is owed to the disk, so that it stays until there is room."""
+    """A header and its data in pieces. `patient`: it is owed to the disk, so that it stays until there is room.
+    `number`: its place among all that the writer was given, from 1."""
 
     header: Header
     chunks: Sequence[bytes]
     owner: PartOwner
     patient: bool = False
     dropped: bool = False
+    number: int = 0

@@ -1,9 +1,10 @@
 """Writer: appends parts to the newest segment and makes them durable.
 
-Invariants: parts are written in the order in which they were handed in, many at a time, on one thread; syncs run on
-another, so that bytes flow while the disk confirms earlier ones. A segment that reached its size is closed. While the
-disk refuses (`failure`), patient parts wait and are tried again, all others are refused; what was refused left nothing
-behind. After a failed sync nothing is accepted any more.
+Invariants: parts are written in the order in which they were handed in, many at a time, on one thread; `_settled` is
+the number of a part up to which all are written, refused or dropped; syncs run on another thread, so that bytes flow
+while the disk confirms earlier ones. A segment that reached its size is closed. While the disk refuses (`failure`),
+patient parts wait and are tried again, all others are refused; what was refused left nothing behind. After a failed
+sync nothing is accepted any more.
 """
 
 from __future__ import annotations
@@ -121,6 +122,7 @@ class Writer:
         """Write a part as soon as may be."""
         self._queue.append(part)
         self._added += 1
+        part.number = self._added
         self.in_flight += part.header.size
         self._wake.set()
         if not part.patient or self.in_flight >= _GATHER_BYTES:
@@ -206,6 +208,7 @@ class Writer:
                 await self._gather()
             batch = self._take()
             if not batch:
+                self._advance()
                 if self.failure is None:
                     await self._wake.wait()
                 else:
@@ -240,23 +243,20 @@ class Writer:
         return self.current
 
     def _take(self) -> list[Part]:
-        """The next parts to write, no more than the newest segment takes; dropped ones are settled."""
+        """The next parts to write, no more than the newest segment takes; dropped ones are passed over."""
         room = self._options.segment_bytes - (self.current.size if self.current else 0)
         limit = min(_BATCH_BYTES, room)
         batch: list[Part] = []
         size = 0
-        before = self._settled
         while self._queue and size < limit and len(batch) < _BATCH_PARTS:
             part = self._queue.popleft()
             if part.dropped:
-                self._settle(part)
+                self.in_flight -= part.header.size
                 continue
             batch.append(part)
             size += part.header.size
         if not self._queue:
             self._wake.clear()
-        if self._settled > before:
-            self._tell()
         return batch
 
     @staticmethod
@@ -285,18 +285,22 @@ class Writer:
         for part in batch:
             record = part.header.record_bytes
             segment.live += record
-            self._settle(part)
+            self.in_flight -= part.header.size
             part.owner.written(part, segment, offset)
             offset += record
         if end >= self._options.segment_bytes:
             self._close_current()
         if self._fsync and self._unsynced_bytes >= _SYNC_AHEAD_BYTES:
             self._sync_wanted.set()
-        self._tell()
+        self._advance()
 
-    def _settle(self, part: Part) -> None:
-        self._settled += 1
-        self.in_flight -= part.header.size
+    def _advance(self) -> None:
+        """Count how far all is settled, and tell those who wait; not while a batch is being written.
+
+        What was passed over or refused behind a part that still waits does not count: who waits for that part, waits.
+        """
+        self._settled = self._queue[0].number - 1 if self._queue else self._added
+        self._tell()
 
     def _close_current(self) -> None:
         segment = self.current
@@ -314,9 +318,9 @@ class Writer:
         self._queue.extendleft(reversed(patient))
         for part in batch:
             if not part.patient:
-                self._settle(part)
+                self.in_flight -= part.header.size
                 part.owner.refused(part, error)
-        self._tell()
+        self._advance()
         if error.code is Code.RESOURCE_EXHAUSTED and await self._aside(self._ballast.give_back):
             self._gave_back = True
         elif patient:

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -143,6 +143,36 @@ async def test_an_upload_is_nothing_until_it_is_finished(tmp_path: Path) -> None
     async with opened(tmp_path, keep=None) as store:
         assert store.retain(["half"]) == ["half"]
         await refused(store.read("half", 0, 1), "PAYLOAD_DAMAGED")
+
+
+@pytest.mark.parametrize("durability", [Durability.OS, Durability.FSYNC])
+async def test_an_upload_is_finished_when_its_own_bytes_are_written_and_not_when_others_were_dropped(
+    tmp_path: Path, durability: Durability, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was handed in behind it and deleted at once is passed over at once, while it is still being written."""
+    slow = asyncio.Event()
+    append = Segment.append
+    loop = asyncio.get_running_loop()
+
+    def held(segment: Segment, buffers: Sequence[bytes]) -> int:
+        asyncio.run_coroutine_threadsafe(slow.wait(), loop).result()
+        return append(segment, buffers)
+
+    async with opened(tmp_path, small(durability=durability)) as store:
+        monkeypatch.setattr(Segment, "append", held)
+        taking = store.upload("whole")
+        await taking.write(data_of(1, 5000))
+        finishing = asyncio.create_task(taking.finish())
+        await asyncio.sleep(0)
+        for number in range(5):
+            put(store, f"short-{number}", data_of(number, 600))
+            store.delete(f"short-{number}")
+        await asyncio.sleep(0.1)
+        assert not finishing.done()
+        slow.set()
+        await finishing
+        assert await read_all(store, "whole", 5000) == data_of(1, 5000)
+        assert store.stats.in_flight_bytes == 0
 
 
 async def test_an_aborted_upload_leaves_no_bytes(tmp_path: Path) -> None:
