@@ -20,6 +20,7 @@ from services.buffer.desk import Desk
 from services.buffer.storage import checkpoint_file
 from services.buffer.storage.keeper import Keeper
 from services.runtime.errors import Code
+from services.runtime.journal.sqlite import SqliteJournal
 from services.runtime.tasks import LoopStatus
 from tests.buffer.helpers import Buffer, Caller, output, refused, refused_stream, result, running_buffer, seconds
 from tests.buffer.process import buffer_process, start
@@ -486,6 +487,7 @@ async def test_h60_a_loop_that_fails_is_started_again(tmp_path: Path, monkeypatc
         await snapshot(self)
 
     monkeypatch.setattr(Keeper, "snapshot", fails_once)
+    monkeypatch.setattr(SqliteJournal, "compaction_due", True)
     async with running_buffer(data_dir=tmp_path) as buffer:
         caller = buffer.caller()
         await caller.create()
