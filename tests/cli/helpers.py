@@ -31,7 +31,13 @@ def turnout(
 def running(*arguments: str) -> Iterator[subprocess.Popen[str]]:
     """Run the command beside the block; it is killed with the block if it has not ended by then."""
     process = subprocess.Popen(
-        [*TURNOUT, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, stdin=subprocess.DEVNULL
+        [*TURNOUT, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        # A shell lets its background jobs ignore SIGINT, and their children with them.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         yield process
