@@ -57,7 +57,6 @@ class StepAccount:
     predicted_wait_s: float | None = None
     reclaimed_at_depth: int | None = None
     ages: list[int] = field(default_factory=list)
-    metrics: dict[str, float] = field(default_factory=dict)
 
     @property
     def train_s(self) -> float | None:
@@ -102,7 +101,6 @@ class RunAccount:
         self.lanes = Lanes()
         self._lends = Lends()
         self._born: dict[str, int] = {}
-        self._finished: dict[str, int] = {}
         self._foreseen: float | None = None
 
     # ------------------------------------------------------------------------------------------------------- results
@@ -252,12 +250,6 @@ class RunAccount:
         elif decision.point == "step end" and decision.action == "keep":
             self._foreseen = decision.predicted_wait_s
 
-    def _step_metrics(self, event: events_pb2.RunEvent) -> None:
-        for step in reversed(self.steps):
-            if step.number == event.step_metrics.step:
-                step.metrics.update(event.step_metrics.metrics)
-                break
-
 
 _Handler = Callable[[RunAccount, events_pb2.RunEvent], None]
 _HANDLERS: Final[dict[str, _Handler]] = {
@@ -275,7 +267,6 @@ _HANDLERS: Final[dict[str, _Handler]] = {
     "lend_abandoned": RunAccount._lend_abandoned,
     "transition_failed": RunAccount._transition_failed,
     "decision_made": RunAccount._decision_made,
-    "step_metrics": RunAccount._step_metrics,
 }
 
 
