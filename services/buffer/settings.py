@@ -6,7 +6,7 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from services.runtime.config import ServiceSettings, Strings, settings_config
-from services.runtime.journal import DURABILITY_HELP, Durability
+from services.runtime.journal import DURABILITY_HELP, Durability, durability_of
 
 
 class BufferSettings(ServiceSettings):
@@ -34,13 +34,10 @@ class BufferSettings(ServiceSettings):
 
     @model_validator(mode="after")
     def _durable(self) -> Self:
-        if self.data_dir is None and self.durability not in (None, Durability.NONE):
-            raise ValueError(f"durability: {self.durability} needs a data_dir")
+        durability_of(self.durability, self.data_dir)
         return self
 
     @property
     def level(self) -> Durability:
         """The durability that holds."""
-        if self.durability is not None:
-            return self.durability
-        return Durability.NONE if self.data_dir is None else Durability.OS
+        return durability_of(self.durability, self.data_dir)

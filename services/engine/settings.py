@@ -10,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 
 from services.engine.domain.spec import Role
 from services.runtime.config import ServiceSettings, Strings, settings_config
-from services.runtime.journal import DURABILITY_HELP, Durability
+from services.runtime.journal import DURABILITY_HELP, Durability, durability_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +126,7 @@ class EngineSettings(ServiceSettings):
             raise ValueError("replica: only an agent has replicas of its own; add --agent, or Register them")
         if self.agent and self.data_dir is not None:
             raise ValueError("data_dir: an agent keeps nothing, its engines end with it")
-        if self.data_dir is None and self.durability not in (None, Durability.NONE):
-            raise ValueError(f"durability: {self.durability} needs a data_dir")
+        durability_of(self.durability, self.data_dir)
         return self
 
     @property
@@ -138,9 +137,7 @@ class EngineSettings(ServiceSettings):
     @property
     def level(self) -> Durability:
         """The durability that holds."""
-        if self.durability is not None:
-            return self.durability
-        return Durability.NONE if self.data_dir is None else Durability.OS
+        return durability_of(self.durability, self.data_dir)
 
     @property
     def own_replicas(self) -> list[OwnReplica]:

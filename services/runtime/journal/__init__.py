@@ -16,7 +16,7 @@ from services.runtime.journal.files import JournalFiles
 from services.runtime.journal.journal import Journal, JournalState, JournalStats
 from services.runtime.journal.memory import MemoryJournal
 from services.runtime.journal.opening import Seams
-from services.runtime.journal.options import DURABILITY_HELP, Durability, JournalOptions
+from services.runtime.journal.options import DURABILITY_HELP, Durability, JournalOptions, durability_of
 from services.runtime.journal.sqlite import SqliteJournal
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "JournalState",
     "JournalStats",
     "Record",
+    "durability_of",
     "open_journal",
 ]
 

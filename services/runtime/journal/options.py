@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 from typing import Final
 
 MIB: Final = 1 << 20
@@ -33,6 +34,18 @@ DURABILITY_HELP: Final = (
     "process, but power loss may cost the newest answers; none = nothing is written, a restart begins empty"
 )
 """The help text of a service's `--durability`."""
+
+
+def durability_of(asked: Durability | None, data_dir: Path | None) -> Durability:
+    """The durability that holds: what was asked for, else `os` with a data directory and `none` without.
+
+    Raises ValueError if something is to survive and there is no directory.
+    """
+    if data_dir is None and asked not in (None, Durability.NONE):
+        raise ValueError(f"durability: {asked} needs a data_dir")
+    if asked is not None:
+        return asked
+    return Durability.NONE if data_dir is None else Durability.OS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
