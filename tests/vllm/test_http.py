@@ -10,9 +10,9 @@ import httpx
 import pytest
 
 from services.engine.domain.requests import Finish
-from services.engine.vllm import surface as calls
+from services.engine.guarded import surface as calls
+from services.engine.guarded.surface import Draw, Tokens
 from services.engine.vllm.http import HttpSurface, connect
-from services.engine.vllm.surface import Draw, Tokens
 from services.runtime.errors import TurnoutError
 
 DRAW = Draw(10, 1.0, 1.0, 0, 7, (), True)

@@ -22,9 +22,9 @@ import httpx
 from services.engine.backends.base import engine_dead
 from services.engine.domain.requests import Finish
 from services.engine.domain.spec import KV_CACHE, WEIGHTS
+from services.engine.guarded import surface as calls
+from services.engine.guarded.surface import Draw, Reading, Tokens
 from services.engine.sglang.note import Note, read_note
-from services.engine.vllm import surface as calls
-from services.engine.vllm.surface import Draw, Reading, Tokens
 from services.runtime.errors import (
     TurnoutError,
     aborted,

@@ -19,9 +19,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from services.engine.backends.base import engine_dead
 from services.engine.domain.requests import Finish
 from services.engine.domain.spec import KV_CACHE
-from services.engine.vllm import surface as calls
-from services.engine.vllm.residency import TAGS
-from services.engine.vllm.surface import Draw, Reading, Tokens
+from services.engine.guarded import surface as calls
+from services.engine.guarded.residency import TAGS
+from services.engine.guarded.surface import Draw, Reading, Tokens
 from services.runtime.errors import (
     TurnoutError,
     aborted,

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from services.engine.backends.base import EngineOutput, EngineRequest
-from services.engine.backends.vllm import VllmBackend
 from services.engine.domain.requests import Finish, Sampling
 from services.engine.domain.spec import ReplicaSpec, Role
 from services.engine.domain.tokens import Stretches
+from services.engine.guarded.backend import GuardedBackend
 from services.engine.vllm import async_llm
 from services.engine.vllm.async_llm import AsyncLlmSurface
 from services.engine.vllm.config import VllmConfig
@@ -75,7 +75,7 @@ class Output:
 class Engine:
     """A backend, and the surface below it."""
 
-    def __init__(self, backend: VllmBackend, surface: Any) -> None:
+    def __init__(self, backend: GuardedBackend, surface: Any) -> None:
         self.backend = backend
         self.surface = surface
         self.raw: Any = getattr(surface, "engine", None)
@@ -86,7 +86,7 @@ class Engine:
     def on(cls, surface: AsyncLlmSurface) -> Engine:
         """A fresh backend."""
         spec = ReplicaSpec("r", Role.HYBRID, "vllm-inproc")
-        return cls(VllmBackend(spec, surface, MonotonicClock()), surface)
+        return cls(GuardedBackend(spec, surface, MonotonicClock()), surface)
 
     async def generate(self, tokens: int = 20, request_id: str = "", **fields: Any) -> Output:
         """Generate greedily and read to the end, or to the error."""

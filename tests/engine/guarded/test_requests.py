@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from services.engine.backends.base import EngineOutput, EngineRequest, engine_dead
-from services.engine.backends.vllm import VllmBackend
 from services.engine.domain.requests import Finish, Sampling
 from services.engine.domain.tokens import Stretches
-from services.engine.vllm.surface import Tokens
+from services.engine.guarded.backend import GuardedBackend
+from services.engine.guarded.surface import Tokens
 from services.runtime.errors import TurnoutError
-from tests.vllm.fake import FakeSurface, backend_on
+from tests.engine.guarded.fake import FakeSurface, backend_on
 
 
 def request(
@@ -25,11 +25,11 @@ def request(
     return EngineRequest(request_id, prompt, Stretches([so_far]), **fields)
 
 
-async def read(backend: VllmBackend, wanted: EngineRequest) -> list[EngineOutput]:
+async def read(backend: GuardedBackend, wanted: EngineRequest) -> list[EngineOutput]:
     return [output async for output in backend.generate(wanted)]
 
 
-async def reason(backend: VllmBackend, wanted: EngineRequest) -> str:
+async def reason(backend: GuardedBackend, wanted: EngineRequest) -> str:
     with pytest.raises(TurnoutError) as caught:
         await read(backend, wanted)
     return caught.value.reason

@@ -1,4 +1,4 @@
-"""The requests inside a vLLM engine, as far as they came through here.
+"""The requests inside an engine, as far as they came through here.
 
 Invariants: an id is live once, since one abort ends all requests of an id; no token outside the vocabulary reaches the
 engine, which would die of it; tokens that came are given on before the error that ended them; every token is
@@ -16,7 +16,7 @@ import numpy as np
 
 from services.engine.backends.base import EngineOutput, EngineProgress, EngineRequest
 from services.engine.domain.requests import Finish
-from services.engine.vllm.surface import Draw, Surface, Tokens
+from services.engine.guarded.surface import Draw, Surface, Tokens
 from services.runtime.clock import Clock
 from services.runtime.errors import TurnoutError, already_exists, invalid_argument
 
