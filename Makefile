@@ -19,6 +19,7 @@ VLLM_PYTHON ?= python3.11
 
 # Go with gRPC from Debian: it is built in GOPATH mode against their sources, without a module proxy.
 GO_PACKAGES := golang-go protoc-gen-go protoc-gen-go-grpc golang-google-grpc-dev golang-google-protobuf-dev
+CPP_PACKAGES := g++ cmake pkg-config libgrpc++-dev libprotobuf-dev protobuf-compiler protobuf-compiler-grpc
 SUDO := $(if $(filter 0,$(shell id -u)),,sudo)
 
 # How long `make soak` lets faults happen.
@@ -52,9 +53,10 @@ test-vllm: $(VLLM)/.ready ## everything against a real vLLM on this machine's CP
 test-stores: $(RAY)/.dev ## payload stores and engines over real Ray and TransferQueue, tensors of torch (makes an environment of 2 GB at first)
 	$(RAY)/bin/python -m pytest tests/client/stores tests/client/tensors tests/cluster
 
-test-clients: $(VENV)/.dev ## the clients in Go and TypeScript, beside Python's (installs what is missing from Debian and npm)
+test-clients: $(VENV)/.dev ## the clients in Go, TypeScript and C++, beside Python's (installs what is missing from Debian and npm)
 	@command -v go >/dev/null && command -v protoc-gen-go-grpc >/dev/null && [ -d /usr/share/gocode/src/google.golang.org/grpc ] \
 	|| $(SUDO) apt-get install -y --no-install-recommends $(GO_PACKAGES)
+	@command -v cmake >/dev/null && command -v grpc_cpp_plugin >/dev/null || $(SUDO) apt-get install -y --no-install-recommends $(CPP_PACKAGES)
 	@command -v npm >/dev/null || { echo "Node.js 20 with npm is needed: https://nodejs.org"; exit 1; }
 	cd clients/typescript && npm install --no-package-lock --no-audit --no-fund --silent
 	@$(MAKE) --no-print-directory $(BUF)
@@ -95,7 +97,7 @@ soak: $(VENV)/.dev ## kill, cut and fill the disk for ten minutes, then account 
 	$(BIN)/python -m tests.soak --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(SOAK_ARGS)
 
 clean: ## remove what make and the tools made
-	rm -rf $(VENV) $(VLLM) $(RAY) .venv-protos node_modules clients/typescript/node_modules clients/typescript/dist clients/go/bin .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage htmlcov dist build
+	rm -rf $(VENV) $(VLLM) $(RAY) .venv-protos node_modules clients/typescript/node_modules clients/typescript/dist clients/go/bin clients/cpp/build .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage htmlcov dist build
 	find services clients tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
