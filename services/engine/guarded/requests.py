@@ -167,7 +167,9 @@ class Requests:
 
 def _draw(request: EngineRequest) -> Draw:
     sampling, done = request.sampling, len(request.output)
-    seed = None if not sampling.temperature else (sampling.seed + SEED_STEP * done) % 2**31
+    # A seed costs: vLLM keeps a generator for each request that has one, and on a GPU draws for them one by one.
+    drawn = sampling.temperature and not sampling.seed_is_default
+    seed = (sampling.seed + SEED_STEP * done) % 2**31 if drawn else None
     return Draw(
         max_tokens=request.max_tokens - done,
         temperature=sampling.temperature,

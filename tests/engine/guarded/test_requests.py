@@ -56,6 +56,13 @@ async def test_continuations_draw_other_numbers() -> None:
     assert greedy is None
 
 
+async def test_a_seed_that_nobody_asked_for_stays_here() -> None:
+    """vLLM on a GPU draws more slowly for every request with a seed."""
+    surface = FakeSurface()
+    await read(backend_on(surface), request(sampling=Sampling(seed=42, seed_is_default=True)))
+    assert surface.draws[0].seed is None
+
+
 async def test_requests_at_their_end_never_reach_the_engine() -> None:
     """At the budget, or at the engine's longest, which it would refuse."""
     surface = FakeSurface()
