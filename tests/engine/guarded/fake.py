@@ -47,6 +47,7 @@ class FakeSurface:
         self.draws: list[Draw] = []
         self.script: list[Tokens | Exception] = []
         self.infos: list[Any] = []
+        self.given = asyncio.Event()
         self.held = asyncio.Event()
         self.held.set()
 
@@ -146,6 +147,7 @@ class FakeSurface:
     async def generate(self, request_id: str, prompt: Sequence[int], draw: Draw) -> AsyncGenerator[Tokens, None]:
         self.prompts.append(list(prompt))
         self.draws.append(draw)
+        self.given.set()
         for step in self.script or [Tokens([1, 2], finish=Finish.STOP)]:
             await self.held.wait()
             if isinstance(step, Exception):

@@ -110,6 +110,36 @@ async def test_h36_aborts_of_unknown_requests_leave_nothing() -> None:
     assert (await read(backend, request("unknown-1")))[-1].finish is Finish.STOP
 
 
+@pytest.mark.parametrize("request_ids", [["a"], None])
+async def test_h35_an_abort_that_overtakes_its_request_ends_it(request_ids: list[str] | None) -> None:
+    """The engine does not know the request yet when the abort comes, and would go on with it to the end."""
+    surface = FakeSurface()
+    surface.script = [Tokens([1]), *(Tokens([i]) for i in range(2, 9)), Tokens([9], finish=Finish.LENGTH)]
+    surface.held.clear()
+    backend = backend_on(surface)
+    reading = asyncio.create_task(read(backend, request("a")))
+    await asyncio.wait_for(surface.given.wait(), 5)
+    await backend.abort(request_ids)
+    surface.held.set()
+    outputs = await reading
+    assert [list(output.token_ids) for output in outputs] == [[1]]
+    assert outputs[-1].finish is Finish.ABORT
+    assert (await backend.progress()).waiting == 0
+
+
+async def test_an_abort_of_a_request_that_decodes_is_the_engines_to_carry_out() -> None:
+    """Ended here at once, it would lose what the engine has decoded meanwhile."""
+    surface = FakeSurface()
+    surface.script = [Tokens([1]), Tokens([2]), Tokens([3], finish=Finish.ABORT)]
+    backend = backend_on(surface)
+    stream = backend.generate(request("a", delta_tokens=1))
+    outputs = [await anext(stream)]
+    await backend.abort(["a"])
+    outputs += [output async for output in stream]
+    assert [token for output in outputs for token in output.token_ids] == [1, 2, 3]
+    assert surface.calls == ["abort a"]
+
+
 async def test_tokens_come_before_the_error_that_ended_them() -> None:
     surface = FakeSurface()
     surface.script = [Tokens([1, 2], [-0.1, -0.2]), Tokens([3], [-0.3]), engine_dead("gone")]
