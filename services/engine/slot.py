@@ -29,7 +29,6 @@ from services.engine.domain.calls import (
 from services.engine.domain.engine_state import EngineState
 from services.engine.domain.replica import Replica
 from services.engine.domain.spec import Health, Route
-from services.engine.tally import Tally
 from services.runtime.errors import Code, TurnoutError, aborted, deadline_exceeded, internal, unavailable
 from services.runtime.logs import get_logger
 
@@ -86,7 +85,6 @@ class Slot:
         self.forwards: set[Forward] = set()
         self.probe_wanted = asyncio.Event()
         self.shards: Shards = ()
-        self.tally = Tally()
         self._probe_timeout = probe_timeout
         self._changed = changed
         self._durable = durable
@@ -132,13 +130,11 @@ class Slot:
         probed = False
         for call in plan.calls:
             if isinstance(call, Drain):
-                with self.tally.command(call):
-                    await self._drain(deadline, probed)
+                await self._drain(deadline, probed)
             elif not isinstance(call, Resume) or self.replica.state.paused:
                 self.replica.attempted(call)
                 self.changed()
-                with self.tally.command(call):
-                    shards = await self.command(self._make(call, deadline.left), deadline)
+                shards = await self.command(self._make(call, deadline.left), deadline)
                 self._check_shards(call, shards)
                 self.replica.applied(call)
                 probed = not isinstance(call, ResetCaches)
@@ -260,7 +256,6 @@ class Slot:
         if gone:
             if self.replica.health is not Health.DEAD:
                 _LOG.warning("replica died", replica_id=self.replica_id, reason=error.message)
-                self.tally.deaths += 1
             self.replica.mark_dead()
             if self._overdue is not None:
                 self._overdue.cancel()

@@ -24,7 +24,6 @@ from services.engine.wire.enums import CACHES, LEVELS, OUTCOME_KINDS, PAUSE_MODE
 from services.engine.wire.operations import read_failure, read_shards, write_duration
 from services.engine.wire.replicas import read_state
 from services.engine.wire.requests import read_output, write_engine_request
-from services.runtime.discovery import metrics_address
 from services.runtime.errors import TurnoutError, invalid_argument, not_found
 from services.runtime.statuses import from_rpc_error
 from turnout.engine.v1 import engine_pb2 as pb
@@ -45,7 +44,6 @@ class Agent:
 
     def __init__(self, target: str) -> None:
         self.users = 0
-        self._target = target
         self._control = grpc.aio.insecure_channel(target, options=_options(target))
         self._data = grpc.aio.insecure_channel(target, options=_options(target))
         self.control = engine_pb2_grpc.EngineControllerStub(self._control)
@@ -68,10 +66,6 @@ class Agent:
         self._reading = None
         if not reading.cancelled():
             reading.exception()
-
-    async def metrics_address(self) -> str | None:
-        """Where it serves metrics for others, HOST:PORT; None if it does not say."""
-        return await metrics_address(self._control, self._target)
 
     async def close(self) -> None:
         """Close the channels."""
@@ -116,10 +110,6 @@ class AgentBackend:
         self._release = release
         self._update_id = ""
         self._open_update = ""
-
-    async def metrics_address(self) -> str | None:
-        """Where its agent serves metrics for others, HOST:PORT; None if it does not say."""
-        return await self._agent.metrics_address()
 
     @property
     def _run_id(self) -> str:

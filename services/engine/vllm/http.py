@@ -1,14 +1,15 @@
 """A running vLLM API server with its development routes (VLLM_SERVER_DEV_MODE=1), spoken to over HTTP.
 
-Invariants: every query name is one that the server reads, since it ignores others without a word; a route is offered
+Invariants: every query name is one that the server reads, since it ignores others without a word; an answer counts by
+what it says and not by its status alone; control calls and requests have connections of their own; a route is offered
 if a GET of it is refused for its method, which changes nothing. Others may use the server too: its counts come from its
 metrics, and what they did to its memory from the state of its last sleep.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
 from http import HTTPStatus
 from typing import Any, Final
 
@@ -18,11 +19,23 @@ from prometheus_client.parser import text_string_to_metric_families
 from services.engine.backends.base import engine_dead
 from services.engine.domain.requests import Finish
 from services.engine.domain.spec import KV_CACHE
-from services.engine.guarded import surface as calls
-from services.engine.guarded.http import HttpServer, read_object
-from services.engine.guarded.residency import TAGS
-from services.engine.guarded.surface import Draw, Reading, Tokens
-from services.runtime.errors import TurnoutError, aborted, failed_precondition
+from services.engine.vllm import surface as calls
+from services.engine.vllm.residency import TAGS
+from services.engine.vllm.surface import Draw, Reading, Tokens
+from services.runtime.errors import (
+    TurnoutError,
+    aborted,
+    deadline_exceeded,
+    failed_precondition,
+    invalid_argument,
+    unavailable,
+)
+
+CHECK_S: Final = 0.5
+"""Wall seconds for /health while a call is under way; an API server that is alive answers it at once."""
+
+READ_S: Final = 10.0
+"""Wall seconds for reads; whoever asks usually gives up before."""
 
 DESCRIBE_S: Final = 60.0
 """Wall seconds for /server_info, which starts programs to describe its machine when it is asked first."""
@@ -66,18 +79,28 @@ class HttpSurface:
     schedules_when_awake = True
 
     def __init__(self, url: str, transport: httpx.AsyncBaseTransport | None = None) -> None:
-        self._server = HttpServer(url, transport, check=self.check)
-        self.url = self._server.url
+        self.url = url.rstrip("/")
         self.offers: frozenset[str] = frozenset()
         self.vocabulary: int | None = None
         self.longest: int | None = None
         self.text_only = False
         self.incarnation = ""
         self._model = ""
+        # Commands end when the engine is done with them: whoever calls keeps the time.
+        self._control = httpx.AsyncClient(
+            base_url=self.url, transport=transport, timeout=httpx.Timeout(READ_S, read=None), trust_env=False
+        )
+        self._data = httpx.AsyncClient(
+            base_url=self.url,
+            transport=transport,
+            timeout=httpx.Timeout(READ_S, read=None, pool=None),
+            limits=httpx.Limits(max_connections=None),
+            trust_env=False,
+        )
 
     async def find_out(self) -> None:
         """Ask the server what it is and has."""
-        models = (await self._server.get("/v1/models")).json()["data"]
+        models = (await self._get("/v1/models")).json()["data"]
         if not models:
             raise failed_precondition("NO_MODEL", f"{self.url} serves no model")
         self._model = models[0]["id"]
@@ -119,7 +142,8 @@ class HttpSurface:
             offers -= {calls.WEIGHT_TRANSFER, calls.WEIGHT_FILES, calls.WEIGHT_SESSIONS}
 
     async def _server_config(self) -> Mapping[str, Any]:
-        answer = await self._server.get("/server_info", {"config_format": "json"}, DESCRIBE_S)
+        query = {"config_format": "json"}
+        answer = await self._send(self._control.get("/server_info", params=query, timeout=DESCRIBE_S))
         config = answer.json().get("vllm_config")
         return config if isinstance(config, dict) else {}
 
@@ -134,12 +158,20 @@ class HttpSurface:
             self.offers |= {calls.MEMORY}
 
     async def _has(self, route: str) -> bool:
-        return await self._server.has(route, by="GET")
+        answer = await self._request(self._control.get(route, timeout=READ_S))
+        return answer.status_code == HTTPStatus.METHOD_NOT_ALLOWED
 
     # ---------------------------------------------------------------------------------------------------------- reads
 
     async def check(self) -> None:
-        if await self._server.sign_of_life("/health") is HTTPStatus.SERVICE_UNAVAILABLE:
+        try:
+            answer = await self._control.get("/health", timeout=CHECK_S)
+        except httpx.TimeoutException:
+            # A process that hangs is not a dead one: the deadline of the call decides.
+            return
+        except httpx.TransportError as error:
+            raise engine_dead(f"{self.url} does not answer: {type(error).__name__}") from error
+        if answer.status_code == HTTPStatus.SERVICE_UNAVAILABLE:
             raise engine_dead(f"the engine behind {self.url} has died")
 
     async def unfinished(self) -> int:
@@ -147,15 +179,13 @@ class HttpSurface:
         return int(metrics.get("vllm:num_requests_running", 0) + metrics.get("vllm:num_requests_waiting", 0))
 
     async def read(self) -> Reading:
-        asleep = None
-        if calls.SLEEP in self.offers:
-            asleep = (await self._server.get("/is_sleeping")).json().get("is_sleeping")
-        paused = (await self._server.get("/is_paused")).json().get("is_paused")
+        asleep = (await self._get("/is_sleeping")).json().get("is_sleeping") if calls.SLEEP in self.offers else None
+        paused = (await self._get("/is_paused")).json().get("is_paused")
         metrics = await self._metrics()
         tags, level = _last_sleep(metrics)
         version = None
         if calls.WEIGHT_VERSION in self.offers:
-            version = (await self._server.get("/weight_info")).json().get("weight_version")
+            version = (await self._get("/weight_info")).json().get("weight_version")
         memory = tagged = None
         if calls.MEMORY in self.offers:
             workers = await self.collective_rpc("turnout_memory", (), {})
@@ -175,7 +205,7 @@ class HttpSurface:
     async def _metrics(self) -> dict[str, float]:
         """The samples we need, summed over engines; those of a state by `name{state}`."""
         found: dict[str, float] = {}
-        for family in text_string_to_metric_families((await self._server.get("/metrics")).text):
+        for family in text_string_to_metric_families((await self._get("/metrics")).text):
             if family.name not in _METRICS:
                 continue
             for sample in family.samples:
@@ -187,38 +217,38 @@ class HttpSurface:
     # -------------------------------------------------------------------------------------------------------- commands
 
     async def sleep(self, level: int, mode: str) -> None:
-        answer = await self._server.post("/sleep", {"level": str(level), "mode": mode})
-        told = read_object(answer).get("level", level)
+        answer = await self._post("/sleep", {"level": str(level), "mode": mode})
+        told = _json(answer).get("level", level)
         if told != level:
             raise aborted("ENGINE_FAILED", f"{self.url} slept at level {told}, not {level}")
 
     async def wake_up(self, tags: Sequence[str] | None) -> None:
-        await self._server.post("/wake_up", [("tags", tag) for tag in tags or ()])
+        await self._post("/wake_up", [("tags", tag) for tag in tags or ()])
 
     async def release_kv_cache(self) -> None:
-        await self._server.post("/release_kv_cache_memory")
+        await self._post("/release_kv_cache_memory")
 
     async def pause(self, mode: str, clear_cache: bool) -> None:
-        await self._server.post("/pause", {"mode": mode, "clear_cache": _flag(clear_cache)})
+        await self._post("/pause", {"mode": mode, "clear_cache": _flag(clear_cache)})
 
     async def resume(self) -> None:
-        await self._server.post("/resume")
+        await self._post("/resume")
 
     async def reset_prefix_cache(self, running: bool, connectors: bool) -> bool:
         query = {"reset_running_requests": _flag(running), "reset_external": _flag(connectors)}
         # Older servers answer nothing at all; that is no "false".
-        return read_object(await self._server.post("/reset_prefix_cache", query)).get("success", True) is not False
+        return _json(await self._post("/reset_prefix_cache", query)).get("success", True) is not False
 
     async def reset_mm_cache(self) -> None:
-        await self._server.post("/reset_mm_cache")
+        await self._post("/reset_mm_cache")
 
     async def reset_encoder_cache(self) -> None:
-        await self._server.post("/reset_encoder_cache")
+        await self._post("/reset_encoder_cache")
 
     async def collective_rpc(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         body = {"method": method, "args": list(args), "kwargs": dict(kwargs)}
-        answer = await self._server.post("/collective_rpc", body=body)
-        return list(read_object(answer).get("results") or ())
+        answer = await self._send(self._control.post("/collective_rpc", json=body))
+        return list(_json(answer).get("results") or ())
 
     # --------------------------------------------------------------------------------------------------------- weights
 
@@ -226,26 +256,26 @@ class HttpSurface:
         await self.collective_rpc("reload_weights", (), {"weights_path": path})
 
     async def init_transfer(self, info: Mapping[str, Any]) -> None:
-        await self._server.post("/init_weight_transfer_engine", body={"init_info": dict(info)})
+        await self._send(self._control.post("/init_weight_transfer_engine", json={"init_info": dict(info)}))
 
     async def start_update(self) -> None:
-        await self._server.post("/start_weight_update")
+        await self._post("/start_weight_update")
 
     async def update_weights(self, info: Any) -> None:
-        await self._server.post("/update_weights", body={"update_info": info})
+        await self._send(self._control.post("/update_weights", json={"update_info": info}))
 
     async def finish_update(self) -> None:
-        await self._server.post("/finish_weight_update", body={})
+        await self._send(self._control.post("/finish_weight_update", json={}))
 
     async def set_version(self, version: str) -> None:
-        await self._server.post("/update_weight_version", body={"new_version": version})
+        await self._send(self._control.post("/update_weight_version", json={"new_version": version}))
 
     # ------------------------------------------------------------------------------------------------------ generation
 
     async def abort(self, request_ids: Sequence[str] | None) -> None:
         # The engine knows a completion by an id of its own making; any other is answered 200 and ends nothing.
         body = {} if request_ids is None else {"request_ids": [f"cmpl-{each}-0" for each in request_ids]}
-        await self._server.post(ABORT_ROUTE, body=body)
+        await self._send(self._control.post(ABORT_ROUTE, json=body))
 
     async def generate(self, request_id: str, prompt: Sequence[int], draw: Draw) -> AsyncGenerator[Tokens, None]:
         body: dict[str, Any] = {
@@ -265,15 +295,29 @@ class HttpSurface:
             body["seed"] = draw.seed
         if draw.logprobs:
             body["logprobs"] = 0
-        async with aclosing(self._server.stream("/v1/completions", body, {"X-Request-Id": request_id})) as chunks:
-            async for chunk in chunks:
-                tokens = self._read_chunk(chunk, draw.logprobs)
-                if tokens is not None:
-                    yield tokens
-                    if tokens.finish is not None:
+        try:
+            headers = {"X-Request-Id": request_id}
+            async with self._data.stream("POST", "/v1/completions", json=body, headers=headers) as answer:
+                if answer.status_code != HTTPStatus.OK:
+                    await answer.aread()
+                    raise await self._failed(answer)
+                async for line in answer.aiter_lines():
+                    if not line.startswith("data:"):
+                        continue
+                    data = line.removeprefix("data:").strip()
+                    if data == "[DONE]":
+                        # A request that is aborted before its first token ends without a chunk that says so.
+                        yield Tokens((), (), Finish.ABORT)
                         return
-        # A request that is aborted before its first token ends without a chunk that says so.
-        yield Tokens((), (), Finish.ABORT)
+                    tokens = self._read_chunk(json.loads(data), draw.logprobs)
+                    if tokens is not None:
+                        yield tokens
+                        if tokens.finish is not None:
+                            return
+        except httpx.TransportError as error:
+            await self.check()
+            why = f"{self.url} cut a stream: {type(error).__name__}"
+            raise unavailable("ENGINE_ENDED_STREAM", why) from error
 
     def _read_chunk(self, chunk: Mapping[str, Any], logprobs: bool) -> Tokens | None:
         if "error" in chunk:
@@ -293,7 +337,48 @@ class HttpSurface:
         return Tokens(ids, values, FINISHES[reason] if reason is not None else None)
 
     async def close(self) -> None:
-        await self._server.close()
+        await self._control.aclose()
+        await self._data.aclose()
+
+    # ---------------------------------------------------------------------------------------------------------- inside
+
+    async def _get(self, path: str) -> httpx.Response:
+        return await self._send(self._control.get(path, timeout=READ_S))
+
+    async def _post(self, path: str, query: Any = None) -> httpx.Response:
+        return await self._send(self._control.post(path, params=query))
+
+    async def _send(self, request: Any) -> httpx.Response:
+        answer = await self._request(request)
+        if answer.status_code != HTTPStatus.OK:
+            raise await self._failed(answer)
+        told = _json(answer)
+        if told.get("error"):
+            raise aborted("ENGINE_FAILED", f"{self.url} failed: {str(told['error'])[:300]}")
+        return answer
+
+    async def _request(self, request: Any) -> httpx.Response:
+        try:
+            answer: httpx.Response = await request
+        except httpx.TimeoutException as error:
+            raise deadline_exceeded("ENGINE_UNRESPONSIVE", f"{self.url} does not answer in time") from error
+        except httpx.TransportError as error:
+            raise unavailable("ENGINE_UNREACHABLE", f"{self.url}: {type(error).__name__}") from error
+        return answer
+
+    async def _failed(self, answer: httpx.Response) -> TurnoutError:
+        told = f"{answer.request.url.path} of {self.url} answered {answer.status_code}: {answer.text[:300]}"
+        match answer.status_code:
+            case HTTPStatus.SERVICE_UNAVAILABLE:
+                # Said by a dead engine, and by one that is paused (from 0.33) or full.
+                await self.check()
+                return unavailable("ENGINE_BUSY", told)
+            case HTTPStatus.NOT_FOUND | HTTPStatus.METHOD_NOT_ALLOWED:
+                return failed_precondition("NOT_OFFERED", told)
+            case code if code < HTTPStatus.INTERNAL_SERVER_ERROR:
+                return invalid_argument("request", told, reason="ENGINE_REFUSED")
+            case _:
+                return aborted("ENGINE_FAILED", told)
 
 
 _METRICS: Final = frozenset(
@@ -320,3 +405,11 @@ def _last_sleep(metrics: Mapping[str, float]) -> tuple[frozenset[str] | None, in
 
 def _flag(value: bool) -> str:
     return "true" if value else "false"
+
+
+def _json(answer: httpx.Response) -> dict[str, Any]:
+    try:
+        told = answer.json()
+    except ValueError:
+        return {}
+    return told if isinstance(told, dict) else {}

@@ -1628,7 +1628,7 @@ export interface Sampling {
   topK?:
     | number
     | undefined;
-  /** Seed. Unset: one that follows from request_id, with seed_is_default. */
+  /** Seed; unset: one that follows from request_id, so that an output that is continued elsewhere stays the same. */
   seed?:
     | bigint
     | undefined;
@@ -1636,12 +1636,6 @@ export interface Sampling {
   stopTokenIds: number[];
   /** Whether log-probabilities of the drawn tokens are wanted. */
   logprobs: boolean;
-  /**
-   * The seed was chosen for want of one, by a client or a controller: an engine that has a stream of random numbers of
-   * its own draws from that, since vLLM on a GPU draws more slowly for each request with a seed. The reference engine
-   * has none, so an output of its that is continued elsewhere stays the same. Default false: the seed is wanted.
-   */
-  seedIsDefault: boolean;
 }
 
 /** OutputSegment is a stretch of output from one replica under one weight version. */
@@ -10312,7 +10306,6 @@ function createBaseSampling(): Sampling {
     seed: undefined,
     stopTokenIds: [],
     logprobs: false,
-    seedIsDefault: false,
   };
 }
 
@@ -10342,9 +10335,6 @@ export const Sampling: MessageFns<Sampling> = {
     }
     if (message.logprobs !== false) {
       writer.uint32(48).bool(message.logprobs);
-    }
-    if (message.seedIsDefault !== false) {
-      writer.uint32(56).bool(message.seedIsDefault);
     }
     return writer;
   },
@@ -10420,14 +10410,6 @@ export const Sampling: MessageFns<Sampling> = {
             message.logprobs = reader.bool();
             continue;
           }
-          case 7: {
-            if (tag !== 56) {
-              break;
-            }
-
-            message.seedIsDefault = reader.bool();
-            continue;
-          }
         }
         if ((tag & 7) === 4 || tag === 0) {
           break;
@@ -10460,11 +10442,6 @@ export const Sampling: MessageFns<Sampling> = {
         ? object.stop_token_ids.map((e: any) => globalThis.Number(e))
         : [],
       logprobs: isSet(object.logprobs) ? globalThis.Boolean(object.logprobs) : false,
-      seedIsDefault: isSet(object.seedIsDefault)
-        ? globalThis.Boolean(object.seedIsDefault)
-        : isSet(object.seed_is_default)
-        ? globalThis.Boolean(object.seed_is_default)
-        : false,
     };
   },
 
@@ -10488,9 +10465,6 @@ export const Sampling: MessageFns<Sampling> = {
     if (message.logprobs !== false) {
       obj.logprobs = message.logprobs;
     }
-    if (message.seedIsDefault !== false) {
-      obj.seedIsDefault = message.seedIsDefault;
-    }
     return obj;
   },
 
@@ -10505,7 +10479,6 @@ export const Sampling: MessageFns<Sampling> = {
     message.seed = (object.seed !== undefined && object.seed !== null) ? BigInt(object.seed) : undefined;
     message.stopTokenIds = object.stopTokenIds?.map((e) => e) || [];
     message.logprobs = object.logprobs ?? false;
-    message.seedIsDefault = object.seedIsDefault ?? false;
     return message;
   },
 };

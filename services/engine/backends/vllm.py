@@ -1,0 +1,401 @@
+"""An engine with the calls of vLLM behind a backend: the safety that it does not give, however its calls travel.
+
+Invariants: control calls go one after the other and none overtakes one that was given up; what `Residency` refuses
+never reaches the engine; "wait" is waited for here, since vLLM cannot take a wait back; a sleep counts only if the
+memory is measured free, where that can be measured; a request id is live once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from typing import Any, Final, TypeVar
+
+from services.engine.backends.base import EngineOutput, EngineProgress, EngineRequest, Shards
+from services.engine.domain.engine_state import NATIVE_RELEASE, EngineState
+from services.engine.domain.operations import Shard
+from services.engine.domain.spec import KV_CACHE, WEIGHTS, Cache, PauseMode, ReplicaSpec, Weights
+from services.engine.vllm import surface as calls
+from services.engine.vllm.line import Line
+from services.engine.vllm.movers import Movers
+from services.engine.vllm.requests import Requests
+from services.engine.vllm.residency import Residency
+from services.engine.vllm.surface import Reading, Surface
+from services.runtime.clock import Clock
+from services.runtime.errors import TurnoutError, aborted, deadline_exceeded, failed_precondition, invalid_argument
+
+T = TypeVar("T")
+
+DRAIN_LOOK_S: Final = 0.02
+"""Wall seconds between two counts of what is left in an engine; vLLM has no event for it."""
+
+FREED_SHARE: Final = 0.01
+"""A sleep that gave back less than this share of what its tags held did nothing: an engine without sleep mode says
+yes all the same. Small, since other processes of the device come and go meanwhile."""
+
+LOSING_LEVEL: Final = 2
+"""The sleep level that throws weights away."""
+
+NEEDED: Final = frozenset({calls.PAUSE, calls.PAUSE_MODE})
+"""Without these an engine cannot be stopped safely (vLLM before 0.18)."""
+
+
+class VllmBackend:
+    """One vLLM engine."""
+
+    def __init__(self, spec: ReplicaSpec, surface: Surface, clock: Clock, spool: str | None = None) -> None:
+        missing = NEEDED - surface.offers
+        if missing:
+            raise failed_precondition(
+                "ENGINE_TOO_OLD",
+                f"the engine of {spec.replica_id} lacks {', '.join(sorted(missing))}: vLLM has them from 0.18",
+                replica_id=spec.replica_id,
+            )
+        self._spec = spec
+        self._surface = surface
+        self._line = Line(spec.replica_id, surface.check)
+        self._state = Residency(
+            spec.replica_id,
+            surface.tags,
+            version=spec.weight_version or 0,
+            weights=Weights.INTACT if spec.weights_loaded else Weights.DISCARDED,
+        )
+        self._movers = Movers(spec.replica_id, surface, spool)
+        self._requests = Requests(spec.replica_id, surface, clock)
+        self._memory: int | None = None
+        self._new_version = 0
+        self._update_id = ""
+        self._before_update = self._state.weights
+        self._doubtful = True
+        self._read_before = False
+
+    # ---------------------------------------------------------------------------------------------------------- state
+
+    async def probe(self) -> EngineState:
+        await self._surface.check()
+        if self._line.overdue:
+            raise deadline_exceeded(
+                "ENGINE_UNRESPONSIVE",
+                f"{self._line.busy} of {self._spec.replica_id} should have ended",
+                replica_id=self._spec.replica_id,
+            )
+        # An engine that carries out a call answers nothing else; what was known before then has to do. So has it if a
+        # call came in between, since the reading may be older than what it did.
+        if not self._line.busy:
+            begun = self._line.begun
+            reading = await self._surface.read()
+            if self._line.begun == begun:
+                self._take_over(reading)
+                return self._tell(reading.unfinished)
+        return self._tell(self._requests.live)
+
+    def _tell(self, unfinished: int) -> EngineState:
+        state = self._state
+        return EngineState(
+            declared_tags=state.tags,
+            resident_tags=state.resident,
+            sleep_level=state.level,
+            paused=state.paused,
+            pause_mode=state.pause_mode,
+            running=max(unfinished, self._requests.live),
+            capabilities=self._capabilities(),
+            weights=state.weights,
+            weight_version=state.version,
+            memory_bytes=self._memory,
+            incarnation=self._surface.incarnation,
+        )
+
+    def _take_over(self, reading: Reading) -> None:
+        """Let what the engine says win over what is remembered: others may have reached it too."""
+        state = self._state
+        self._memory = reading.memory_bytes
+        if reading.asleep is False and (state.asleep or state.paused):
+            state.woke(state.tags)
+            state.started()
+        elif reading.asleep_tags and not state.asleep:
+            state.found_asleep(reading.asleep_tags, reading.sleep_level)
+        elif (reading.asleep or reading.paused) and not state.paused:
+            state.stopped(None)
+        if reading.paused is False and not state.asleep:
+            state.started()
+        if self._doubtful and reading.tagged_bytes is not None and reading.asleep is not False:
+            empty = frozenset(tag for tag, size in reading.tagged_bytes.items() if not size)
+            if empty != state.asleep:
+                state.found_asleep(empty, state.level or None)
+        told = reading.weight_version or ""
+        if told.isdecimal() and int(told) != state.version and not state.updating:
+            # Whoever gave it other weights did not empty its caches; before the first reading there are no others.
+            state.version, state.cache_stale = int(told), state.cache_stale or self._read_before
+        if reading.sleep_level == LOSING_LEVEL and not self._read_before:
+            state.weights = Weights.DISCARDED
+        self._doubtful, self._read_before = False, True
+
+    def _capabilities(self) -> frozenset[str]:
+        named = {
+            calls.SLEEP: "sleep",
+            calls.WAKE_TAGS: "wake_tags",
+            calls.RELEASE_KV: NATIVE_RELEASE,
+            calls.KEEP: "pause_keep",
+            calls.WEIGHT_TRANSFER: "weight_transfer",
+            calls.WEIGHT_VERSION: "weight_version",
+            calls.MEMORY: "memory",
+        }
+        offered = {name for call, name in named.items() if call in self._surface.offers}
+        return frozenset(offered | {"pause_wait"})
+
+    async def progress(self) -> EngineProgress:
+        await self._surface.check()
+        return self._requests.progress(held=self._state.paused)
+
+    # ------------------------------------------------------------------------------------------------ pause and memory
+
+    async def pause(self, mode: PauseMode, clear_cache: bool, timeout: float) -> Shards:
+        async def work() -> None:
+            if mode is PauseMode.KEEP:
+                self._need(calls.KEEP, "it keeps no requests over a pause")
+            if mode is PauseMode.WAIT:
+                await self._drained()
+            # After the wait nothing is left to abort, and unlike vLLM's own wait this one cannot outlive its caller.
+            kept = mode is PauseMode.KEEP
+            await self._surface.pause("keep" if kept else "abort", clear_cache)
+            self._state.stopped(mode)
+
+        return await self._do("pause", work, timeout)
+
+    async def resume(self, timeout: float) -> Shards:
+        async def work() -> None:
+            self._state.check_resume()
+            await self._surface.resume()
+            self._state.started()
+
+        return await self._do("resume", work, timeout)
+
+    async def sleep(self, level: int, timeout: float) -> Shards:
+        async def work() -> None:
+            self._state.check_sleep(level, max(self._requests.live, await self._surface.unfinished()))
+            if self._state.updating:
+                # Its trainer is taken off it: what was moved counts for nothing.
+                await self._abandon()
+            self._need(calls.SLEEP, "it was started without sleep mode, so a sleep would free nothing")
+            if self._surface.schedules_when_awake and self._state.asleep == {WEIGHTS}:
+                # vLLM takes an engine without weights for asleep, and would leave its KV memory where it is.
+                await self._surface.wake_up(None)
+                self._state.woke(frozenset({WEIGHTS}))
+            before = None if self._state.asleep == self._state.tags else await self._surface.read()
+            kept = self._state.paused and self._state.pause_mode is PauseMode.KEEP
+            deeper = self._state.level == 1 and level == 2 and self._state.asleep == self._state.tags
+            if deeper:
+                raise failed_precondition(
+                    "ASLEEP_AT_OTHER_LEVEL", f"{self._spec.replica_id} sleeps at level 1 and goes no deeper"
+                )
+            await self._surface.sleep(level, "keep" if kept else "abort")
+            after = await self._surface.read()
+            self._memory = after.memory_bytes
+            if before is not None:
+                self._confirm_freed(before, after)
+            self._state.slept(level)
+
+        return await self._do("sleep", work, timeout, moves_memory=True)
+
+    async def wake_up(self, tags: Sequence[str], timeout: float) -> Shards:
+        wanted = frozenset(tags)
+        self._state.check_tags(wanted)
+
+        async def work() -> None:
+            await self._wake(wanted)
+
+        return await self._do("wake_up", work, timeout, moves_memory=True)
+
+    async def release_kv_cache(self, timeout: float) -> Shards:
+        async def work() -> None:
+            self._state.check_release()
+            self._need(calls.RELEASE_KV, "it cannot release KV memory alone")
+            # Also when the call fails vLLM counts the tag as asleep from now on.
+            self._state.released()
+            await self._surface.release_kv_cache()
+            self._memory = (await self._surface.read()).memory_bytes
+
+        return await self._do("release_kv_cache", work, timeout, moves_memory=True)
+
+    async def resume_kv_cache(self, timeout: float) -> Shards:
+        async def work() -> None:
+            await self._wake(frozenset({KV_CACHE}))
+
+        return await self._do("resume_kv_cache", work, timeout, moves_memory=True)
+
+    async def reset_caches(
+        self, caches: frozenset[Cache], reset_running_requests: bool, reset_connectors: bool, timeout: float
+    ) -> Shards:
+        async def work() -> None:
+            offers, surface = self._surface.offers, self._surface
+            if Cache.PREFIX in caches:
+                running = reset_running_requests and calls.RESET_RUNNING in offers
+                if not await surface.reset_prefix_cache(running, reset_connectors and calls.RESET_CONNECTORS in offers):
+                    raise failed_precondition(
+                        "CACHE_BUSY",
+                        f"running requests hold blocks of the prefix cache of {self._spec.replica_id}",
+                        replica_id=self._spec.replica_id,
+                    )
+                self._state.cache_stale = False
+            if not surface.text_only:
+                if Cache.MULTIMODAL in caches:
+                    self._need(calls.RESET_MM, "it cannot reset its multimodal cache")
+                if Cache.ENCODER in caches:
+                    self._need(calls.RESET_ENCODER, "it cannot reset its encoder cache")
+            if Cache.MULTIMODAL in caches and calls.RESET_MM in offers:
+                await surface.reset_mm_cache()
+            if Cache.ENCODER in caches and calls.RESET_ENCODER in offers:
+                await surface.reset_encoder_cache()
+
+        return await self._do("reset_caches", work, timeout)
+
+    async def collective_rpc(self, method: str, arguments_json: str, shard: int | None, timeout: float) -> Shards:
+        arguments: Mapping[str, Any] = json.loads(arguments_json) if arguments_json else {}
+        if shard is not None:
+            raise invalid_argument("shard", "a vLLM engine calls all its workers or none", value=shard)
+        self._need(calls.COLLECTIVE_RPC, "it offers no collective RPC")
+
+        async def work() -> list[Any]:
+            if WEIGHTS in self._state.asleep:
+                raise failed_precondition("TAG_ASLEEP", f"{self._spec.replica_id}: its weights are asleep")
+            answers = await self._surface.collective_rpc(method, arguments.get("args", ()), arguments.get("kwargs", {}))
+            if method == "reload_weights":
+                self._state.loaded(self._state.version)
+            return answers
+
+        answers = await self._line.call(f"collective_rpc {method}", work, timeout)
+        return tuple(Shard(rank, True, json.dumps(answer, default=str)) for rank, answer in enumerate(answers))
+
+    # -------------------------------------------------------------------------------------------------------- weights
+
+    async def start_weight_update(self, update_id: str, version: int, adapter: bool, timeout: float) -> None:
+        if adapter:
+            raise invalid_argument("adapter", "adapters are not moved through this backend", value=True)
+
+        async def work() -> None:
+            if WEIGHTS in self._state.asleep:
+                raise failed_precondition("TAG_ASLEEP", f"{self._spec.replica_id}: its weights are asleep")
+            if not self._state.updating:
+                self._before_update = self._state.weights
+            self._state.updating = True
+            self._new_version = version
+            again, self._update_id = update_id == self._update_id, update_id
+            if not again:
+                await self._movers.abandon()
+
+        await self._do("start_weight_update", work, timeout)
+
+    async def update_weights(self, size: int, info_json: str, chunks: AsyncIterator[bytes], timeout: float) -> None:
+        # Bytes arrive at the sender's pace; only what the engine does with them has a deadline.
+        self._state.check_write()
+        move = await self._movers.receive(size, info_json, chunks)
+
+        async def work() -> None:
+            self._state.check_write()
+            self._state.touched()
+            await self._movers.move(move)
+
+        try:
+            await self._do("update_weights", work, timeout)
+        finally:
+            move.close()
+
+    async def finish_weight_update(self, checksum: str, timeout: float) -> None:
+        async def work() -> None:
+            self._state.check_write()
+            if not self._movers.moved and self._before_update is not Weights.INTACT:
+                raise aborted(
+                    "WEIGHTS_INCOMPLETE",
+                    f"no weights were moved to {self._spec.replica_id}, and it has none from before",
+                    replica_id=self._spec.replica_id,
+                )
+            self._movers.check(checksum)
+            await self._movers.finish(self._new_version)
+            self._state.loaded(self._new_version)
+            self._state.updating = False
+
+        await self._do("finish_weight_update", work, timeout)
+
+    async def abort_weight_update(self, timeout: float) -> bool:
+        async def work() -> bool:
+            await self._abandon()
+            return self._state.weights is Weights.HALF_UPDATED
+
+        return await self._line.call("abort_weight_update", work, timeout)
+
+    # ----------------------------------------------------------------------------------------------------- generation
+
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
+        await self._surface.check()
+        self._state.admit()
+        async for output in self._requests.run(request, lambda: self._state.version):
+            yield output
+
+    async def abort(self, request_ids: Sequence[str] | None) -> None:
+        await self._requests.abort(request_ids)
+
+    async def close(self) -> None:
+        self._line.drop()
+        await self._surface.close()
+
+    # --------------------------------------------------------------------------------------------------------- inside
+
+    async def _do(
+        self, what: str, work: Callable[[], Coroutine[Any, Any, T]], timeout: float, *, moves_memory: bool = False
+    ) -> Shards:
+        async def watched() -> None:
+            try:
+                await work()
+            except BaseException as error:
+                # What was refused before it reached the engine changed nothing there.
+                refused = isinstance(error, TurnoutError) and error.reason != "ENGINE_FAILED"
+                self._doubtful |= moves_memory and not refused
+                raise
+
+        await self._line.call(what, watched, timeout)
+        return tuple(Shard(rank, True) for rank in range(self._spec.shards))
+
+    async def _wake(self, wanted: frozenset[str]) -> None:
+        state = self._state
+        missing = wanted & state.asleep
+        if not missing:
+            return
+        if missing == state.asleep:
+            await self._surface.wake_up(None)
+        else:
+            for tag in sorted(missing):
+                await self._surface.wake_up([tag])
+        # With the last tag vLLM schedules again, whatever its weights are.
+        kept = state.pause_mode is PauseMode.KEEP
+        state.woke(missing, self._surface.schedules_when_awake)
+        if not state.asleep and not state.paused and not state.fit():
+            await self._surface.pause("keep" if kept else "abort", False)
+            state.stopped(PauseMode.KEEP if kept else PauseMode.ABORT)
+
+    def _confirm_freed(self, before: Reading, after: Reading) -> None:
+        if before.memory_bytes is None or after.memory_bytes is None or before.tagged_bytes is None:
+            return
+        held = sum(before.tagged_bytes.values())
+        if before.memory_bytes - after.memory_bytes < FREED_SHARE * held:
+            raise aborted(
+                "MEMORY_NOT_FREED",
+                f"{self._spec.replica_id} says it sleeps and holds as much memory as before",
+                replica_id=self._spec.replica_id,
+                before=before.memory_bytes,
+                after=after.memory_bytes,
+            )
+
+    async def _abandon(self) -> None:
+        self._state.updating = False
+        await self._movers.abandon()
+
+    async def _drained(self) -> None:
+        while max(self._requests.live, await self._surface.unfinished()):  # noqa: ASYNC110 - it has no event
+            await asyncio.sleep(DRAIN_LOOK_S)
+
+    def _need(self, call: str, why: str) -> None:
+        if call not in self._surface.offers:
+            raise failed_precondition(
+                "NOT_OFFERED", f"{self._spec.replica_id}: {why}", replica_id=self._spec.replica_id, call=call
+            )

@@ -1,0 +1,76 @@
+"""A Ray cluster of several nodes on this machine: a raylet for each."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import pytest
+
+OBJECT_STORE_BYTES: Final = 100 << 20
+"""Near the least that Ray takes."""
+
+
+class Raylets:
+    """The nodes of a running cluster; this process is a driver on the head."""
+
+    def __init__(self, cluster: Any) -> None:
+        self._cluster = cluster
+        self._nodes: dict[str, Any] = {}
+
+    @property
+    def address(self) -> str:
+        """Of the cluster."""
+        return str(self._cluster.address)
+
+    def add(self, name: str, resource: str) -> None:
+        """Add a node that offers one unit of a resource; `name` is for `kill`."""
+        self._nodes[name] = self._cluster.add_node(
+            num_cpus=0,
+            num_gpus=0,
+            resources={resource: 1},
+            object_store_memory=OBJECT_STORE_BYTES,
+        )
+
+    def kill(self, name: str) -> None:
+        """End a node without a word, with everything on it."""
+        self._cluster.remove_node(self._nodes.pop(name), allow_graceful=False)
+
+
+@contextmanager
+def raylets(**nodes: str) -> Iterator[Raylets]:
+    """Start a head and nodes, given as NAME=RESOURCE, join as a driver, and end all of it.
+
+    The head offers `head`. All nodes have the address of this machine.
+    """
+    import ray
+    from ray.cluster_utils import Cluster
+
+    # Ray's logs and sockets; the names of sockets must be short.
+    directory = tempfile.mkdtemp(prefix="ray-")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_TMPDIR", directory)
+        cluster = Cluster(
+            initialize_head=True,
+            head_node_args={
+                "num_cpus": 0,
+                "num_gpus": 0,
+                "resources": {"head": 1},
+                "object_store_memory": OBJECT_STORE_BYTES,
+                "include_dashboard": False,
+            },
+        )
+        patch.setenv("RAY_ADDRESS", str(cluster.address))
+        try:
+            made = Raylets(cluster)
+            for name, resource in nodes.items():
+                made.add(name, resource)
+            ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+            yield made
+        finally:
+            ray.shutdown()
+            cluster.shutdown()
+            shutil.rmtree(directory, ignore_errors=True)
