@@ -83,28 +83,28 @@ class Commands:
             if method.startswith(FAULT_PREFIX):
                 try:
                     async with asyncio.timeout(deadline.left):
-                        shards = await backend.collective_rpc(method, arguments_json, shard, deadline.left)
+                        answer = await backend.collective_rpc(method, arguments_json, shard, deadline.left)
                 except TimeoutError:
                     raise deadline_exceeded(
                         "ENGINE_TIMEOUT", f"{slot.replica_id} did not answer", replica_id=slot.replica_id
                     ) from None
-                return Result(shards=shards)
+                return Result(shards=answer.shards)
             async with slot.exclusive(deadline) as replica:
                 if WEIGHTS in replica.asleep_tags:
                     raise failed_precondition(
                         "TAG_ASLEEP", f"{replica.replica_id}: its weights are asleep", replica_id=replica.replica_id
                     )
                 work = backend.collective_rpc(method, arguments_json, shard, deadline.left)
-                shards = await slot.command(work, deadline)
+                answer = await slot.command(work, deadline)
                 await slot.refresh(deadline.left)
                 expected = replica.spec.shards if shard is None else 1
-                if sum(answer.ok for answer in shards) < expected:
+                if sum(one.ok for one in answer.shards) < expected:
                     raise aborted(
                         "SHARDS_MISSED",
-                        f"{method} reached {len(shards)} of {expected} shards of {replica.replica_id}",
+                        f"{method} reached {len(answer.shards)} of {expected} shards of {replica.replica_id}",
                         replica_id=replica.replica_id,
                     )
-                return Result(shards=shards)
+                return Result(shards=answer.shards)
 
         return await self._fan_out.run("CollectiveRpc", target, action)
 

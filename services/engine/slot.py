@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any, Final, Protocol, TypeVar
 
-from services.engine.backends.base import Backend, Shards
+from services.engine.backends.base import Answer, Backend, Shards
 from services.engine.deadline import Deadline
 from services.engine.domain.calls import (
     Call,
@@ -134,11 +134,13 @@ class Slot:
             elif not isinstance(call, Resume) or self.replica.state.paused:
                 self.replica.attempted(call)
                 self.changed()
-                shards = await self.command(self._make(call, deadline.left), deadline)
-                self._check_shards(call, shards)
+                answer = await self.command(self._make(call, deadline.left), deadline)
+                self._check_shards(call, answer.shards)
                 self.replica.applied(call)
-                probed = not isinstance(call, ResetCaches)
-                if probed:
+                probed = answer.state is not None or not isinstance(call, ResetCaches)
+                if answer.state is not None:
+                    self._took_over(answer.state)
+                elif probed:
                     await self.refresh(deadline.left)
                 if not self.replica.confirms(call):
                     raise aborted(
@@ -312,7 +314,7 @@ class Slot:
         self.replica.answered(state)
         self.changed()
 
-    def _make(self, call: Call, timeout: float) -> Awaitable[Shards]:
+    def _make(self, call: Call, timeout: float) -> Awaitable[Answer]:
         match call:
             case Pause(mode=mode, clear_cache=clear_cache):
                 return self.backend.pause(mode, clear_cache, timeout)

@@ -68,7 +68,7 @@ def request(max_tokens: int) -> EngineRequest:
 
 
 async def rpc(backend: VllmBackend, method: str, timeout: float = WAIT) -> Any:
-    (shard,) = await backend.collective_rpc(method, "", None, timeout)
+    (shard,) = (await backend.collective_rpc(method, "", None, timeout)).shards
     return shard.result_json
 
 

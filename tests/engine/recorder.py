@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
-from services.engine.backends.base import Backend, EngineOutput, EngineProgress, EngineRequest, Shards
+from services.engine.backends.base import Answer, Backend, EngineOutput, EngineProgress, EngineRequest
 from services.engine.domain.engine_state import EngineState
 from services.engine.domain.operations import Shard
 from services.engine.domain.spec import Cache, PauseMode, ReplicaSpec
@@ -52,10 +52,10 @@ class Recorder:
             raise self.lost.pop(name)
         return result
 
-    def _reach(self, shards: Shards) -> Shards:
+    def _reach(self, answer: Answer) -> Answer:
         if self.shards_reached is None:
-            return shards
-        return tuple(Shard(shard.shard, shard.ok) for shard in shards[: self.shards_reached])
+            return answer
+        return Answer(tuple(Shard(shard.shard, shard.ok) for shard in answer.shards[: self.shards_reached]))
 
     async def probe(self) -> EngineState:
         faults = self.faults.get("probe", [])
@@ -67,27 +67,27 @@ class Recorder:
         state = await self.engine.probe()
         return state
 
-    async def sleep(self, level: int, timeout: float) -> Shards:
+    async def sleep(self, level: int, timeout: float) -> Answer:
         return self._reach(await self._do(f"sleep({level})", lambda: self.engine.sleep(level, timeout)))
 
-    async def wake_up(self, tags: Sequence[str], timeout: float) -> Shards:
+    async def wake_up(self, tags: Sequence[str], timeout: float) -> Answer:
         return await self._do(f"wake_up({','.join(tags)})", lambda: self.engine.wake_up(tags, timeout))
 
-    async def release_kv_cache(self, timeout: float) -> Shards:
+    async def release_kv_cache(self, timeout: float) -> Answer:
         return await self._do("release_kv_cache", lambda: self.engine.release_kv_cache(timeout))
 
-    async def resume_kv_cache(self, timeout: float) -> Shards:
+    async def resume_kv_cache(self, timeout: float) -> Answer:
         return await self._do("resume_kv_cache", lambda: self.engine.resume_kv_cache(timeout))
 
-    async def pause(self, mode: PauseMode, clear_cache: bool, timeout: float) -> Shards:
+    async def pause(self, mode: PauseMode, clear_cache: bool, timeout: float) -> Answer:
         return await self._do(f"pause({mode.value})", lambda: self.engine.pause(mode, clear_cache, timeout))
 
-    async def resume(self, timeout: float) -> Shards:
+    async def resume(self, timeout: float) -> Answer:
         return await self._do("resume", lambda: self.engine.resume(timeout))
 
     async def reset_caches(
         self, caches: frozenset[Cache], reset_running_requests: bool, reset_connectors: bool, timeout: float
-    ) -> Shards:
+    ) -> Answer:
         names = ",".join(sorted(cache.value for cache in caches))
         return await self._do(
             f"reset({names})",
@@ -97,7 +97,7 @@ class Recorder:
     async def abort(self, request_ids: Sequence[str] | None) -> None:
         await self._do("abort", lambda: self.engine.abort(request_ids))
 
-    async def collective_rpc(self, method: str, arguments_json: str, shard: int | None, timeout: float) -> Shards:
+    async def collective_rpc(self, method: str, arguments_json: str, shard: int | None, timeout: float) -> Answer:
         return self._reach(
             await self._do(
                 f"collective_rpc({method})",

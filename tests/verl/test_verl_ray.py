@@ -133,8 +133,8 @@ async def test_a_reply_that_carries_an_error_is_a_failure() -> None:
 
 async def test_a_collective_rpc_goes_through_and_has_no_answer() -> None:
     server = VerlServer()
-    shards = await (await backend_of(server)).collective_rpc("check", '{"args": [1]}', None, 5)
-    assert [shard.result_json for shard in shards] == ["null"]
+    answer = await (await backend_of(server)).collective_rpc("check", '{"args": [1]}', None, 5)
+    assert [shard.result_json for shard in answer.shards] == ["null"]
     assert server.engine.calls == ["check (1,) {}"]
 
 

@@ -61,18 +61,20 @@ class FakeSurface:
         if self.dead:
             raise engine_dead("it was told to die")
 
-    async def read(self) -> Reading:
-        memory = 100 + (0 if "weights" in self.asleep else 400) + (0 if "kv_cache" in self.asleep else 500)
+    async def read(self, memory: bool = True) -> Reading:
+        used = 100 + (0 if "weights" in self.asleep else 400) + (0 if "kv_cache" in self.asleep else 500)
         return Reading(
             asleep=self.paused or bool(self.asleep),
             paused=self.paused,
             unfinished=self.queued,
             weight_version=self.version,
-            memory_bytes=memory if self.frees else 1000,
+            memory_bytes=None if not memory else used if self.frees else 1000,
             tagged_bytes={
                 "weights": 0 if "weights" in self.asleep else 400,
                 "kv_cache": 0 if "kv_cache" in self.asleep else 500,
-            },
+            }
+            if memory
+            else None,
         )
 
     async def unfinished(self) -> int:

@@ -201,7 +201,7 @@ async def test_a_reading_that_a_call_overtook_is_dropped() -> None:
     asked, answer = asyncio.Event(), asyncio.Event()
     ask = surface.read
 
-    async def late() -> Reading:
+    async def late(memory: bool = True) -> Reading:
         reading = await ask()
         asked.set()
         await answer.wait()
@@ -210,6 +210,7 @@ async def test_a_reading_that_a_call_overtook_is_dropped() -> None:
     surface.read = late  # type: ignore[method-assign]
     probing = asyncio.create_task(backend.probe())
     await asked.wait()
+    surface.read = ask  # type: ignore[method-assign]
     await backend.pause(PauseMode.ABORT, True, 5)
     answer.set()
     assert (await probing).paused

@@ -16,7 +16,7 @@ import google_crc32c
 import grpc
 import grpc.aio
 
-from services.engine.backends.base import EngineOutput, EngineProgress, EngineRequest, Shards
+from services.engine.backends.base import Answer, EngineOutput, EngineProgress, EngineRequest
 from services.engine.domain.engine_state import EngineState
 from services.engine.domain.operations import OutcomeKind
 from services.engine.domain.spec import Cache, PauseMode, ReplicaSpec
@@ -126,10 +126,10 @@ class AgentBackend:
         answer: pb.ListReplicasResponse = await self._ask(
             self._agent.control.ListReplicas(request, timeout=READ_DEADLINE_S)
         )
-        if not answer.replicas:
+        state = self._read(answer.replicas, answer.incarnation)
+        if state is None:
             raise not_found("REPLICA_NOT_FOUND", f"the agent has no replica {self._replica_id!r}")
-        self._open_update = answer.replicas[0].update_id
-        return read_state(answer.replicas[0], answer.incarnation)
+        return state
 
     async def progress(self) -> EngineProgress:
         report = await self._ask(self._agent.progress(self._run_id))
@@ -150,7 +150,7 @@ class AgentBackend:
 
     # -------------------------------------------------------------------------------------------------------- commands
 
-    async def sleep(self, level: int, timeout: float) -> Shards:
+    async def sleep(self, level: int, timeout: float) -> Answer:
         if self._open_update:
             # Whoever sleeps has left it; an agent refuses to put an engine to sleep in the middle of one.
             await self._abort_update(self._open_update)
@@ -162,7 +162,7 @@ class AgentBackend:
         )
         return await self._operate(self._agent.control.Sleep(request))
 
-    async def wake_up(self, tags: Sequence[str], timeout: float) -> Shards:
+    async def wake_up(self, tags: Sequence[str], timeout: float) -> Answer:
         request = pb.WakeUpRequest(
             run_id=self._run_id,
             selector=self._selector,
@@ -171,17 +171,17 @@ class AgentBackend:
         )
         return await self._operate(self._agent.control.WakeUp(request))
 
-    async def release_kv_cache(self, timeout: float) -> Shards:
+    async def release_kv_cache(self, timeout: float) -> Answer:
         request = pb.ReleaseKvCacheRequest(
             run_id=self._run_id, selector=self._selector, timeout=write_duration(timeout)
         )
         return await self._operate(self._agent.control.ReleaseKvCache(request))
 
-    async def resume_kv_cache(self, timeout: float) -> Shards:
+    async def resume_kv_cache(self, timeout: float) -> Answer:
         request = pb.ResumeKvCacheRequest(run_id=self._run_id, selector=self._selector, timeout=write_duration(timeout))
         return await self._operate(self._agent.control.ResumeKvCache(request))
 
-    async def pause(self, mode: PauseMode, clear_cache: bool, timeout: float) -> Shards:
+    async def pause(self, mode: PauseMode, clear_cache: bool, timeout: float) -> Answer:
         request = pb.PauseRequest(
             run_id=self._run_id,
             selector=self._selector,
@@ -191,13 +191,13 @@ class AgentBackend:
         )
         return await self._operate(self._agent.control.Pause(request))
 
-    async def resume(self, timeout: float) -> Shards:
+    async def resume(self, timeout: float) -> Answer:
         request = pb.ResumeRequest(run_id=self._run_id, selector=self._selector, timeout=write_duration(timeout))
         return await self._operate(self._agent.control.Resume(request))
 
     async def reset_caches(
         self, caches: frozenset[Cache], reset_running_requests: bool, reset_connectors: bool, timeout: float
-    ) -> Shards:
+    ) -> Answer:
         request = pb.ResetCachesRequest(
             run_id=self._run_id,
             selector=self._selector,
@@ -217,7 +217,7 @@ class AgentBackend:
         )
         await self._ask(self._agent.control.Abort(request, timeout=READ_DEADLINE_S))
 
-    async def collective_rpc(self, method: str, arguments_json: str, shard: int | None, timeout: float) -> Shards:
+    async def collective_rpc(self, method: str, arguments_json: str, shard: int | None, timeout: float) -> Answer:
         request = pb.CollectiveRpcRequest(
             run_id=self._run_id,
             selector=self._selector,
@@ -304,12 +304,20 @@ class AgentBackend:
 
     # ---------------------------------------------------------------------------------------------------------- inside
 
-    async def _operate(self, call: Any) -> Shards:
+    def _read(self, replicas: Sequence[pb.Replica], incarnation: str) -> EngineState | None:
+        for replica in replicas:
+            if replica.spec.replica_id == self._replica_id:
+                self._open_update = replica.update_id
+                return read_state(replica, incarnation)
+        return None
+
+    async def _operate(self, call: Any) -> Answer:
         answer = await self._call(call)
         for outcome in answer.operation.outcomes:
             if OUTCOME_KINDS.read("kind", outcome.kind) is OutcomeKind.FAILED:
                 raise read_failure(outcome)
-        return read_shards(shard for outcome in answer.operation.outcomes for shard in outcome.shards)
+        shards = read_shards(shard for outcome in answer.operation.outcomes for shard in outcome.shards)
+        return Answer(shards, self._read(answer.operation.replicas, answer.operation.incarnation))
 
     async def _call(self, call: Any) -> Any:
         try:

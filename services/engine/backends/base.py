@@ -69,6 +69,14 @@ Shards = tuple[Shard, ...]
 """What each shard answered; empty from an engine that has one or does not tell."""
 
 
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What an engine answered to a command; `state` is its own afterwards, None if only a probe tells it."""
+
+    shards: Shards = ()
+    state: EngineState | None = None
+
+
 class Backend(Protocol):
     """One replica's engine."""
 
@@ -76,33 +84,33 @@ class Backend(Protocol):
         """Read the engine's state. An engine that answers but hangs raises DEADLINE_EXCEEDED / ENGINE_UNRESPONSIVE."""
         ...
 
-    async def sleep(self, level: int, timeout: float) -> Shards:
+    async def sleep(self, level: int, timeout: float) -> Answer:
         """Free all memory that is still resident, also of an engine that is partly asleep."""
         ...
 
-    async def wake_up(self, tags: Sequence[str], timeout: float) -> Shards:
+    async def wake_up(self, tags: Sequence[str], timeout: float) -> Answer:
         """Refill memory. An engine may start scheduling by itself once everything is resident."""
         ...
 
-    async def release_kv_cache(self, timeout: float) -> Shards:
+    async def release_kv_cache(self, timeout: float) -> Answer:
         """Free KV memory alone; only called where the capability says so."""
         ...
 
-    async def resume_kv_cache(self, timeout: float) -> Shards:
+    async def resume_kv_cache(self, timeout: float) -> Answer:
         """Refill KV memory."""
         ...
 
-    async def pause(self, mode: PauseMode, clear_cache: bool, timeout: float) -> Shards:
+    async def pause(self, mode: PauseMode, clear_cache: bool, timeout: float) -> Answer:
         """Stop scheduling; with ABORT and WAIT nothing runs any more when it returns."""
         ...
 
-    async def resume(self, timeout: float) -> Shards:
+    async def resume(self, timeout: float) -> Answer:
         """Start scheduling."""
         ...
 
     async def reset_caches(
         self, caches: frozenset[Cache], reset_running_requests: bool, reset_connectors: bool, timeout: float
-    ) -> Shards:
+    ) -> Answer:
         """Empty caches. An engine that answers "false" raises FAILED_PRECONDITION / CACHE_BUSY."""
         ...
 
@@ -110,7 +118,7 @@ class Backend(Protocol):
         """End requests, None is all; their streams end with ABORT and the tokens so far. Unknown ids are fine."""
         ...
 
-    async def collective_rpc(self, method: str, arguments_json: str, shard: int | None, timeout: float) -> Shards:
+    async def collective_rpc(self, method: str, arguments_json: str, shard: int | None, timeout: float) -> Answer:
         """Call a method on one shard or on all."""
         ...
 

@@ -12,7 +12,7 @@ import json
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
-from services.engine.backends.base import EngineOutput, EngineProgress, EngineRequest, Shards
+from services.engine.backends.base import Answer, EngineOutput, EngineProgress, EngineRequest
 from services.engine.domain.engine_state import NATIVE_RELEASE, EngineState
 from services.engine.domain.operations import Shard
 from services.engine.domain.spec import KV_CACHE, WEIGHTS, Cache, PauseMode, ReplicaSpec, Weights
@@ -109,7 +109,8 @@ class VllmBackend:
     def _take_over(self, reading: Reading) -> None:
         """Let what the engine says win over what is remembered: others may have reached it too."""
         state = self._state
-        self._memory = reading.memory_bytes
+        if reading.memory_bytes is not None:
+            self._memory = reading.memory_bytes
         if reading.asleep is False and (state.asleep or state.paused):
             state.woke(state.tags)
             state.started()
@@ -150,8 +151,8 @@ class VllmBackend:
 
     # ------------------------------------------------------------------------------------------------ pause and memory
 
-    async def pause(self, mode: PauseMode, clear_cache: bool, timeout: float) -> Shards:
-        async def work() -> None:
+    async def pause(self, mode: PauseMode, clear_cache: bool, timeout: float) -> Answer:
+        async def work() -> Reading:
             if mode is PauseMode.KEEP:
                 self._need(calls.KEEP, "it keeps no requests over a pause")
             if mode is PauseMode.WAIT:
@@ -160,19 +161,21 @@ class VllmBackend:
             kept = mode is PauseMode.KEEP
             await self._surface.pause("keep" if kept else "abort", clear_cache)
             self._state.stopped(mode)
+            return await self._surface.read(memory=False)
 
         return await self._do("pause", work, timeout)
 
-    async def resume(self, timeout: float) -> Shards:
-        async def work() -> None:
+    async def resume(self, timeout: float) -> Answer:
+        async def work() -> Reading:
             self._state.check_resume()
             await self._surface.resume()
             self._state.started()
+            return await self._surface.read(memory=False)
 
         return await self._do("resume", work, timeout)
 
-    async def sleep(self, level: int, timeout: float) -> Shards:
-        async def work() -> None:
+    async def sleep(self, level: int, timeout: float) -> Answer:
+        async def work() -> Reading:
             self._state.check_sleep(level, max(self._requests.live, await self._surface.unfinished()))
             if self._state.updating:
                 # Its trainer is taken off it: what was moved counts for nothing.
@@ -191,42 +194,44 @@ class VllmBackend:
                 )
             await self._surface.sleep(level, "keep" if kept else "abort")
             after = await self._surface.read()
-            self._memory = after.memory_bytes
             if before is not None:
                 self._confirm_freed(before, after)
             self._state.slept(level)
+            return after
 
         return await self._do("sleep", work, timeout, moves_memory=True)
 
-    async def wake_up(self, tags: Sequence[str], timeout: float) -> Shards:
+    async def wake_up(self, tags: Sequence[str], timeout: float) -> Answer:
         wanted = frozenset(tags)
         self._state.check_tags(wanted)
 
-        async def work() -> None:
+        async def work() -> Reading:
             await self._wake(wanted)
+            return await self._surface.read()
 
         return await self._do("wake_up", work, timeout, moves_memory=True)
 
-    async def release_kv_cache(self, timeout: float) -> Shards:
-        async def work() -> None:
+    async def release_kv_cache(self, timeout: float) -> Answer:
+        async def work() -> Reading:
             self._state.check_release()
             self._need(calls.RELEASE_KV, "it cannot release KV memory alone")
             # Also when the call fails vLLM counts the tag as asleep from now on.
             self._state.released()
             await self._surface.release_kv_cache()
-            self._memory = (await self._surface.read()).memory_bytes
+            return await self._surface.read()
 
         return await self._do("release_kv_cache", work, timeout, moves_memory=True)
 
-    async def resume_kv_cache(self, timeout: float) -> Shards:
-        async def work() -> None:
+    async def resume_kv_cache(self, timeout: float) -> Answer:
+        async def work() -> Reading:
             await self._wake(frozenset({KV_CACHE}))
+            return await self._surface.read()
 
         return await self._do("resume_kv_cache", work, timeout, moves_memory=True)
 
     async def reset_caches(
         self, caches: frozenset[Cache], reset_running_requests: bool, reset_connectors: bool, timeout: float
-    ) -> Shards:
+    ) -> Answer:
         async def work() -> None:
             offers, surface = self._surface.offers, self._surface
             if Cache.PREFIX in caches:
@@ -250,7 +255,7 @@ class VllmBackend:
 
         return await self._do("reset_caches", work, timeout)
 
-    async def collective_rpc(self, method: str, arguments_json: str, shard: int | None, timeout: float) -> Shards:
+    async def collective_rpc(self, method: str, arguments_json: str, shard: int | None, timeout: float) -> Answer:
         arguments: Mapping[str, Any] = json.loads(arguments_json) if arguments_json else {}
         if shard is not None:
             raise invalid_argument("shard", "a vLLM engine calls all its workers or none", value=shard)
@@ -265,7 +270,7 @@ class VllmBackend:
             return answers
 
         answers = await self._line.call(f"collective_rpc {method}", work, timeout)
-        return tuple(Shard(rank, True, json.dumps(answer, default=str)) for rank, answer in enumerate(answers))
+        return Answer(tuple(Shard(rank, True, json.dumps(each, default=str)) for rank, each in enumerate(answers)))
 
     # -------------------------------------------------------------------------------------------------------- weights
 
@@ -342,19 +347,30 @@ class VllmBackend:
     # --------------------------------------------------------------------------------------------------------- inside
 
     async def _do(
-        self, what: str, work: Callable[[], Coroutine[Any, Any, T]], timeout: float, *, moves_memory: bool = False
-    ) -> Shards:
-        async def watched() -> None:
+        self,
+        what: str,
+        work: Callable[[], Coroutine[Any, Any, Reading | None]],
+        timeout: float,
+        *,
+        moves_memory: bool = False,
+    ) -> Answer:
+        """Make a call; `work` returns what the engine told after it, if it was asked."""
+
+        async def watched() -> EngineState | None:
             try:
-                await work()
+                reading = await work()
             except BaseException as error:
                 # What was refused before it reached the engine changed nothing there.
                 refused = isinstance(error, TurnoutError) and error.reason != "ENGINE_FAILED"
                 self._doubtful |= moves_memory and not refused
                 raise
+            if reading is None:
+                return None
+            self._take_over(reading)
+            return self._tell(reading.unfinished)
 
-        await self._line.call(what, watched, timeout)
-        return tuple(Shard(rank, True) for rank in range(self._spec.shards))
+        state = await self._line.call(what, watched, timeout)
+        return Answer(tuple(Shard(rank, True) for rank in range(self._spec.shards)), state)
 
     async def _wake(self, wanted: frozenset[str]) -> None:
         state = self._state

@@ -146,8 +146,8 @@ class RaySurface:
             # What hangs is not dead: the deadline of the call decides.
             return
 
-    async def read(self) -> Reading:
-        return cast(Reading, await self._ask("read"))
+    async def read(self, memory: bool = True) -> Reading:
+        return cast(Reading, await self._ask("read", memory))
 
     async def unfinished(self) -> int:
         return int(await self._ask("unfinished"))

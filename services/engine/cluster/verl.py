@@ -188,7 +188,7 @@ class VerlSurface:
     async def unfinished(self) -> int:
         return len((await self._look())["requests"])
 
-    async def read(self) -> Reading:
+    async def read(self, memory: bool = True) -> Reading:
         facts = await self._look()
         if facts["incarnation"] != self.incarnation:
             raise engine_dead(f"the actor {self.actor.name} was started again")

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from services.engine.backends.base import (
+    Answer,
     EngineOutput,
     EngineProgress,
     EngineRequest,
-    Shards,
     engine_dead,
 )
 from services.engine.domain.engine_state import NATIVE_RELEASE, EngineState
@@ -116,7 +116,7 @@ class ReferenceEngine:
 
     # ------------------------------------------------------------------------------------------------ pause and memory
 
-    async def pause(self, mode: PauseMode, clear_cache: bool, timeout: float) -> Shards:
+    async def pause(self, mode: PauseMode, clear_cache: bool, timeout: float) -> Answer:
         await self._enter("pause")
         self._paused, self._pause_mode = True, mode
         if mode is PauseMode.ABORT:
@@ -130,12 +130,12 @@ class ReferenceEngine:
             self._require_alive()
         return self._each_shard()
 
-    async def resume(self, timeout: float) -> Shards:
+    async def resume(self, timeout: float) -> Answer:
         await self._enter("resume")
         self._start_scheduling()
         return self._each_shard()
 
-    async def sleep(self, level: int, timeout: float) -> Shards:
+    async def sleep(self, level: int, timeout: float) -> Answer:
         await self._enter("sleep")
         if self.batch.active:
             self._die("its memory was freed while requests were running")
@@ -151,7 +151,7 @@ class ReferenceEngine:
             self._paused, self._pause_mode = True, PauseMode.ABORT
         return self._each_shard()
 
-    async def wake_up(self, tags: Sequence[str], timeout: float) -> Shards:
+    async def wake_up(self, tags: Sequence[str], timeout: float) -> Answer:
         await self._enter("wake_up")
         wanted = frozenset(tags)
         if not wanted <= self._shards[0].tags:
@@ -162,7 +162,7 @@ class ReferenceEngine:
         self._refill(wanted)
         return self._each_shard()
 
-    async def release_kv_cache(self, timeout: float) -> Shards:
+    async def release_kv_cache(self, timeout: float) -> Answer:
         await self._enter("release_kv_cache")
         if not self._paused or self._asleep:
             raise failed_precondition("NOT_PAUSED", "KV memory is freed from a paused engine that is fully awake")
@@ -170,14 +170,14 @@ class ReferenceEngine:
             memory.release(KV_CACHE)
         return self._each_shard()
 
-    async def resume_kv_cache(self, timeout: float) -> Shards:
+    async def resume_kv_cache(self, timeout: float) -> Answer:
         await self._enter("resume_kv_cache")
         self._refill(frozenset({KV_CACHE}))
         return self._each_shard()
 
     async def reset_caches(
         self, caches: frozenset[Cache], reset_running_requests: bool, reset_connectors: bool, timeout: float
-    ) -> Shards:
+    ) -> Answer:
         await self._enter("reset_caches")
         if Cache.PREFIX in caches and self.batch.active:
             if not reset_running_requests:
@@ -185,7 +185,7 @@ class ReferenceEngine:
             self.batch.recompute()
         return self._each_shard()
 
-    async def collective_rpc(self, method: str, arguments_json: str, shard: int | None, timeout: float) -> Shards:
+    async def collective_rpc(self, method: str, arguments_json: str, shard: int | None, timeout: float) -> Answer:
         arguments = json.loads(arguments_json) if arguments_json else {}
         named: dict[str, Any] = arguments.get("kwargs", {})
         if method == "fault_die":
@@ -318,21 +318,21 @@ class ReferenceEngine:
             raise failed_precondition("UPDATE_NOT_STARTED", "the engine expects no weights")
         return self._update
 
-    def _call_workers(self, method: str, shard: int | None) -> Shards:
+    def _call_workers(self, method: str, shard: int | None) -> Answer:
         if shard is not None and not 0 <= shard < len(self._shards):
             raise out_of_range("NO_SUCH_SHARD", f"there are {len(self._shards)} shards", field="shard", value=shard)
         chosen = range(len(self._shards)) if shard is None else [shard]
         if method == "weight_checksum":
-            return tuple(Shard(i, True, json.dumps(self._shards[i].checksum())) for i in chosen)
+            return Answer(tuple(Shard(i, True, json.dumps(self._shards[i].checksum())) for i in chosen))
         if method == "reload_weights":
             if WEIGHTS in self._asleep:
                 self._die("weights were written into memory that is asleep")
             self._change_weights(Weights.INTACT, self._first_version)
-            return tuple(Shard(i, True, "null") for i in chosen)
+            return Answer(tuple(Shard(i, True, "null") for i in chosen))
         raise invalid_argument("method", f"the reference engine has no method {method!r}", value=method)
 
-    def _each_shard(self) -> Shards:
-        return tuple(Shard(i, True) for i in range(len(self._shards)))
+    def _each_shard(self) -> Answer:
+        return Answer(tuple(Shard(i, True) for i in range(len(self._shards))))
 
     def _refill(self, tags: frozenset[str]) -> None:
         for memory in self._shards:

@@ -15,6 +15,7 @@ from services.engine.fanout import Target
 from services.engine.slot import Slot
 from services.engine.wire.enums import ROLES
 from services.engine.wire.operations import write_operation
+from services.engine.wire.replicas import write_replica
 from services.runtime.errors import TurnoutError, require_positive
 from services.runtime.idempotency import Answer, fingerprint
 from services.runtime.waits import duration_seconds
@@ -73,9 +74,19 @@ class Calls:
             origin = Origin(call, request.request_id, content)
             operation = await run(Target(slots, timeout, partials.find(origin), origin))
             partials.keep(operation)
-            return write_operation(succeeded(operation))
+            answer = write_operation(succeeded(operation))
+            if self._controller.settings.agent:
+                # Whoever commands an agent wants to know next what state its engine is in.
+                answer.replicas.extend(self._write(slot) for slot in slots)
+                answer.incarnation = self._controller.incarnation
+            return answer
 
         return await self._once(request, request.request_id, execute)
+
+    def _write(self, slot: Slot) -> pb.Replica:
+        load = self._controller.fleet.placement.load(slot.replica_id)
+        running = len(slot.forwards)
+        return write_replica(slot, running, max(0, load - running))
 
     async def _once(self, request: Message, request_id: str, execute: Callable[[], Awaitable[M]]) -> M:
         """Execute a mutation, or give the answer that its request_id got before; it leaves once it is durable.

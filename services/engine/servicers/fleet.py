@@ -90,11 +90,6 @@ class FleetCalls(Calls):
             told, first = now, False
             await controller.draining.race(controller.fleet.replicas.beyond(version))
 
-    def _write(self, slot: Slot) -> pb.Replica:
-        load = self._controller.fleet.placement.load(slot.replica_id)
-        running = len(slot.forwards)
-        return write_replica(slot, running, max(0, load - running))
-
     @staticmethod
     def _without_counts(slot: Slot) -> bytes:
         # Counts change with every request; they alone are no change worth a message.

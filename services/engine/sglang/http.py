@@ -167,7 +167,7 @@ class SglangSurface:
         told = await self._get("/v1/loads", include="core")
         return sum(int(load["num_running_reqs"]) + int(load["num_waiting_reqs"]) for load in told.get("loads", ()))
 
-    async def read(self) -> Reading:
+    async def read(self, memory: bool = True) -> Reading:
         # While a note is being written either text may come.
         begun, quiet = self._writes, not self._writing
         text = str((await self._model_info()).get("weight_version", ""))

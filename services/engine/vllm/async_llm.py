@@ -152,23 +152,23 @@ class AsyncLlmSurface:
     async def unfinished(self) -> int:
         return int(self.engine.get_num_unfinished_requests())
 
-    async def read(self) -> Reading:
+    async def read(self, memory: bool = True) -> Reading:
         offers = self.offers
-        asleep, paused, version, memory = await asyncio.gather(
+        asleep, paused, version, held = await asyncio.gather(
             self._ask(self.engine.is_sleeping()),
             self._ask(self.engine.is_paused()) if calls.IS_PAUSED in offers else _nothing(),
             self._ask(self.engine.get_weight_version()) if calls.WEIGHT_VERSION in offers else _nothing(),
-            self.collective_rpc("turnout_memory", (), {}) if calls.MEMORY in offers else _nothing(),
+            self.collective_rpc("turnout_memory", (), {}) if memory and calls.MEMORY in offers else _nothing(),
         )
         tagged = None
-        if memory is not None:
-            tagged = {tag: sum(worker[tag] for worker in memory) for tag in ("weights", "kv_cache")}
+        if held is not None:
+            tagged = {tag: sum(worker[tag] for worker in held) for tag in ("weights", "kv_cache")}
         return Reading(
             asleep=asleep,
             paused=paused,
             unfinished=await self.unfinished(),
             weight_version=version,
-            memory_bytes=None if memory is None else sum(worker["used"] for worker in memory),
+            memory_bytes=None if held is None else sum(worker["used"] for worker in held),
             tagged_bytes=tagged,
         )
 

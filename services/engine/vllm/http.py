@@ -8,6 +8,7 @@ metrics, and what they did to its memory from the state of its last sleep.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from http import HTTPStatus
@@ -178,36 +179,41 @@ class HttpSurface:
         metrics = await self._metrics()
         return int(metrics.get("vllm:num_requests_running", 0) + metrics.get("vllm:num_requests_waiting", 0))
 
-    async def read(self) -> Reading:
-        asleep = (await self._get("/is_sleeping")).json().get("is_sleeping") if calls.SLEEP in self.offers else None
-        paused = (await self._get("/is_paused")).json().get("is_paused")
-        metrics = await self._metrics()
+    async def read(self, memory: bool = True) -> Reading:
+        asleep, paused, version, workers, metrics = await asyncio.gather(
+            self._told("/is_sleeping", calls.SLEEP),
+            self._told("/is_paused", calls.IS_PAUSED),
+            self._told("/weight_info", calls.WEIGHT_VERSION),
+            self.collective_rpc("turnout_memory", (), {}) if memory and calls.MEMORY in self.offers else _nothing(),
+            self._metrics(),
+        )
         tags, level = _last_sleep(metrics)
-        version = None
-        if calls.WEIGHT_VERSION in self.offers:
-            version = (await self._get("/weight_info")).json().get("weight_version")
-        memory = tagged = None
-        if calls.MEMORY in self.offers:
-            workers = await self.collective_rpc("turnout_memory", (), {})
-            memory = sum(worker["used"] for worker in workers)
+        used = tagged = None
+        if workers is not None:
+            used = sum(worker["used"] for worker in workers)
             tagged = {tag: sum(worker[tag] for worker in workers) for tag in ("weights", "kv_cache")}
         return Reading(
-            asleep=asleep,
-            paused=paused,
+            asleep=asleep.get("is_sleeping"),
+            paused=paused.get("is_paused"),
             asleep_tags=tags,
             sleep_level=level,
             unfinished=int(metrics.get("vllm:num_requests_running", 0) + metrics.get("vllm:num_requests_waiting", 0)),
-            weight_version=version,
-            memory_bytes=memory,
+            weight_version=version.get("weight_version"),
+            memory_bytes=used,
             tagged_bytes=tagged,
         )
+
+    async def _told(self, path: str, call: str) -> dict[str, Any]:
+        """What a GET answers, nothing if the server does not offer it."""
+        return _json(await self._get(path)) if call in self.offers else {}
 
     async def _metrics(self) -> dict[str, float]:
         """The samples we need, summed over engines; those of a state by `name{state}`."""
         found: dict[str, float] = {}
-        for family in text_string_to_metric_families((await self._get("/metrics")).text):
-            if family.name not in _METRICS:
-                continue
+        lines = (await self._get("/metrics")).text.splitlines(keepends=True)
+        # There are thousands of others, and the parser is slow.
+        ours = "".join(line for line in lines if line.removeprefix("# TYPE ").startswith(_METRICS))
+        for family in text_string_to_metric_families(ours):
             for sample in family.samples:
                 state = sample.labels.get("sleep_state", "")
                 key = f"{sample.name}{{{state}}}" if state else sample.name
@@ -381,13 +387,11 @@ class HttpSurface:
                 return aborted("ENGINE_FAILED", told)
 
 
-_METRICS: Final = frozenset(
-    {
-        "vllm:num_requests_running",
-        "vllm:num_requests_waiting",
-        "vllm:engine_sleep_state",
-        "process_start_time_seconds",
-    }
+_METRICS: Final = (
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
+    "vllm:engine_sleep_state",
+    "process_start_time_seconds",
 )
 
 
@@ -401,6 +405,10 @@ def _last_sleep(metrics: Mapping[str, float]) -> tuple[frozenset[str] | None, in
     if metrics.get("vllm:engine_sleep_state{discard_all}"):
         return TAGS, 2
     return (TAGS, 1) if metrics.get("vllm:engine_sleep_state{weights_offloaded}") else (frozenset({KV_CACHE}), 0)
+
+
+async def _nothing() -> None:
+    return None
 
 
 def _flag(value: bool) -> str:

@@ -103,8 +103,8 @@ class Surface(Protocol):
         """Raise UNAVAILABLE / ENGINE_DEAD if the engine is gone; asks nothing of an engine that is busy."""
         ...
 
-    async def read(self) -> Reading:
-        """Ask the engine, at any time."""
+    async def read(self, memory: bool = True) -> Reading:
+        """Ask the engine, at any time; without `memory` nothing is measured."""
         ...
 
     async def unfinished(self) -> int:

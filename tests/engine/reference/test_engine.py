@@ -93,7 +93,7 @@ async def test_level_one_keeps_the_weights_and_level_two_does_not() -> None:
     engine = made(ManualClock())
     await load(engine, 1)
     before = await engine.collective_rpc("weight_checksum", "", None, T)
-    assert json.loads(before[0].result_json) == f"{google_crc32c.value(b'w' * 2000):08x}"
+    assert json.loads(before.shards[0].result_json) == f"{google_crc32c.value(b'w' * 2000):08x}"
     await engine.sleep(1, T)
     await engine.wake_up([WEIGHTS, KV_CACHE], T)
     assert await engine.collective_rpc("weight_checksum", "", None, T) == before
@@ -350,8 +350,8 @@ async def test_durations_are_domain_time() -> None:
 async def test_workers_methods_reach_shards() -> None:
     """One, or all."""
     engine = made(ManualClock(), shards=3)
-    assert len(await engine.collective_rpc("weight_checksum", "", None, T)) == 3
-    assert [s.shard for s in await engine.collective_rpc("weight_checksum", "", 2, T)] == [2]
+    assert len((await engine.collective_rpc("weight_checksum", "", None, T)).shards) == 3
+    assert [s.shard for s in (await engine.collective_rpc("weight_checksum", "", 2, T)).shards] == [2]
     with pytest.raises(TurnoutError) as caught:
         await engine.collective_rpc("weight_checksum", "", 3, T)
     assert caught.value.metadata["field"] == "shard"

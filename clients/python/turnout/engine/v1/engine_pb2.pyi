@@ -799,12 +799,16 @@ class Operation(google.protobuf.message.Message):
     OUTCOMES_FIELD_NUMBER: builtins.int
     STARTED_AT_FIELD_NUMBER: builtins.int
     DURATION_FIELD_NUMBER: builtins.int
+    REPLICAS_FIELD_NUMBER: builtins.int
+    INCARNATION_FIELD_NUMBER: builtins.int
     operation_id: builtins.str
     """Its id."""
     kind: builtins.str
     """The call: "Sleep", "Reclaim", ..."""
     state: Global___OperationState.ValueType
     """How far it is."""
+    incarnation: builtins.str
+    """What ListReplicas would have told with them; empty without them."""
     @property
     def outcomes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ReplicaOutcome]:
         """What each selected replica did, by id."""
@@ -817,6 +821,12 @@ class Operation(google.protobuf.message.Message):
     def duration(self) -> google.protobuf.duration_pb2.Duration:
         """How long it took, once ended."""
 
+    @property
+    def replicas(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Replica]:
+        """The selected replicas as they were when a node agent answered its controller, which then need not ask again. Empty
+        from a controller, and from GetOperation and ListOperations.
+        """
+
     def __init__(
         self,
         *,
@@ -826,9 +836,11 @@ class Operation(google.protobuf.message.Message):
         outcomes: collections.abc.Iterable[Global___ReplicaOutcome] | None = ...,
         started_at: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         duration: google.protobuf.duration_pb2.Duration | None = ...,
+        replicas: collections.abc.Iterable[Global___Replica] | None = ...,
+        incarnation: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["duration", b"duration", "started_at", b"started_at"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["duration", b"duration", "kind", b"kind", "operation_id", b"operation_id", "outcomes", b"outcomes", "started_at", b"started_at", "state", b"state"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["duration", b"duration", "incarnation", b"incarnation", "kind", b"kind", "operation_id", b"operation_id", "outcomes", b"outcomes", "replicas", b"replicas", "started_at", b"started_at", "state", b"state"]) -> None: ...
 
 Global___Operation: typing_extensions.TypeAlias = Operation
 

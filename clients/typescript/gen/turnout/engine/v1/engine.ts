@@ -875,7 +875,16 @@ export interface Operation {
     | Timestamp
     | undefined;
   /** How long it took, once ended. */
-  duration: Duration | undefined;
+  duration:
+    | Duration
+    | undefined;
+  /**
+   * The selected replicas as they were when a node agent answered its controller, which then need not ask again. Empty
+   * from a controller, and from GetOperation and ListOperations.
+   */
+  replicas: Replica[];
+  /** What ListReplicas would have told with them; empty without them. */
+  incarnation: string;
 }
 
 /** OpenEpochRequest sets the fencing token. */
@@ -3364,7 +3373,16 @@ export const ShardOutcome: MessageFns<ShardOutcome> = {
 };
 
 function createBaseOperation(): Operation {
-  return { operationId: "", kind: "", state: 0, outcomes: [], startedAt: undefined, duration: undefined };
+  return {
+    operationId: "",
+    kind: "",
+    state: 0,
+    outcomes: [],
+    startedAt: undefined,
+    duration: undefined,
+    replicas: [],
+    incarnation: "",
+  };
 }
 
 export const Operation: MessageFns<Operation> = {
@@ -3386,6 +3404,12 @@ export const Operation: MessageFns<Operation> = {
     }
     if (message.duration !== undefined) {
       Duration.encode(message.duration, writer.uint32(50).fork()).join();
+    }
+    for (const v of message.replicas) {
+      Replica.encode(v!, writer.uint32(58).fork()).join();
+    }
+    if (message.incarnation !== "") {
+      writer.uint32(66).string(message.incarnation);
     }
     return writer;
   },
@@ -3451,6 +3475,22 @@ export const Operation: MessageFns<Operation> = {
             message.duration = Duration.decode(reader, reader.uint32());
             continue;
           }
+          case 7: {
+            if (tag !== 58) {
+              break;
+            }
+
+            message.replicas.push(Replica.decode(reader, reader.uint32()));
+            continue;
+          }
+          case 8: {
+            if (tag !== 66) {
+              break;
+            }
+
+            message.incarnation = reader.string();
+            continue;
+          }
         }
         if ((tag & 7) === 4 || tag === 0) {
           break;
@@ -3481,6 +3521,8 @@ export const Operation: MessageFns<Operation> = {
         ? fromJsonTimestamp(object.started_at)
         : undefined,
       duration: isSet(object.duration) ? Duration.fromJSON(object.duration) : undefined,
+      replicas: globalThis.Array.isArray(object?.replicas) ? object.replicas.map((e: any) => Replica.fromJSON(e)) : [],
+      incarnation: isSet(object.incarnation) ? globalThis.String(object.incarnation) : "",
     };
   },
 
@@ -3504,6 +3546,12 @@ export const Operation: MessageFns<Operation> = {
     if (message.duration !== undefined) {
       obj.duration = Duration.toJSON(message.duration);
     }
+    if (message.replicas?.length) {
+      obj.replicas = message.replicas.map((e) => Replica.toJSON(e));
+    }
+    if (message.incarnation !== "") {
+      obj.incarnation = message.incarnation;
+    }
     return obj;
   },
 
@@ -3522,6 +3570,8 @@ export const Operation: MessageFns<Operation> = {
     message.duration = (object.duration !== undefined && object.duration !== null)
       ? Duration.fromPartial(object.duration)
       : undefined;
+    message.replicas = object.replicas?.map((e) => Replica.fromPartial(e)) || [];
+    message.incarnation = object.incarnation ?? "";
     return message;
   },
 };
