@@ -55,7 +55,7 @@ def test_the_client_imports_no_service() -> None:
 
 
 def test_the_runtime_knows_no_service() -> None:
-    """What three services share must not depend on one of them."""
+    """What three services share must not depend on one of them; how a service is reached is no service's own."""
     wrong = [
         (str(path), module)
         for path, module in _imports(ROOT / "services" / "runtime")
@@ -65,6 +65,7 @@ def test_the_runtime_knows_no_service() -> None:
         (str(path), module)
         for path, module in _imports(ROOT / "services" / "runtime")
         if _within(module, *(f"services.{service}" for service in SERVICES), "turnout")
+        and not _within(module, "turnout.channels")
     ]
     assert wrong == []
 

@@ -9,7 +9,7 @@ import click
 
 from services.cli.examples import with_examples
 from services.cli.failures import CommandFailed
-from services.cli.targets import BUFFER, target_option
+from services.cli.targets import BUFFER, security_options, target_option
 from turnout.client import TurnoutError
 from turnout.stores import StoreOwner, open_store
 
@@ -27,6 +27,7 @@ from turnout.stores import StoreOwner, open_store
 @click.argument("run_id", metavar="RUN")
 @click.argument("store", metavar="STORE")
 @target_option("buffer", BUFFER)
+@security_options
 def buffer_own(run_id: str, store: str, buffer: str) -> None:
     """Own a store."""
     try:

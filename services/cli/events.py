@@ -12,8 +12,8 @@ import click
 from services.cli.examples import with_examples
 from services.cli.failures import CommandFailed
 from services.cli.running import run_async
-from services.cli.targets import SCHEDULER, target_option
-from services.cli.watching import FIRST_CALL, kept_events, only_run
+from services.cli.targets import SCHEDULER, security_options, target_option
+from services.cli.watching import first_call, kept_events, only_run
 from services.views.run_events import line_of
 from turnout.client import AsyncSchedulerClient, TurnoutError
 from turnout.scheduler.v1 import events_pb2, scheduler_pb2
@@ -29,6 +29,7 @@ from turnout.scheduler.v1 import events_pb2, scheduler_pb2
 @click.argument("run_id", metavar="[RUN]", required=False)
 @click.option("--follow", is_flag=True, help="Go on with what happens from now on, until Ctrl-C.")
 @target_option("scheduler", SCHEDULER)
+@security_options
 def events(run_id: str | None, follow: bool, scheduler: str) -> None:
     """Print the events."""
     try:
@@ -42,7 +43,7 @@ def events(run_id: str | None, follow: bool, scheduler: str) -> None:
 
 async def _print(run_id: str | None, follow: bool, scheduler: str) -> None:
     last = 0
-    async with AsyncSchedulerClient(scheduler, FIRST_CALL) as client:
+    async with AsyncSchedulerClient(scheduler, first_call()) as client:
         name = run_id or await only_run(client, "its name")
         async for event in kept_events(client, name):
             last = event.sequence

@@ -12,7 +12,7 @@ import click
 
 from services.cli.examples import with_examples
 from services.cli.failures import CommandFailed
-from services.cli.targets import SCHEDULER, target_option
+from services.cli.targets import SCHEDULER, security_options, target_option
 from services.cli.watching import read_run
 from services.views.explanation import as_rows, explain
 from services.views.report.account import account_of
@@ -37,6 +37,7 @@ from services.views.report.account import account_of
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object a decision.")
 @target_option("scheduler", SCHEDULER)
+@security_options
 def explain_command(run_id: str | None, step: int | None, events: Path | None, as_json: bool, scheduler: str) -> None:
     """Print the explanation."""
     name, found = read_run(run_id, events, scheduler)

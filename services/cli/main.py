@@ -33,6 +33,7 @@ _COMMANDS: Final = {
     "engine": Entry("services.cli.serve:engine", "The engine controller and its agents: 'turnout engine serve'."),
     "scheduler": Entry("services.cli.serve:scheduler", "The switch scheduler: 'turnout scheduler serve'."),
     "ray": Entry("services.cli.ray_group:ray_group", "Run the services on the nodes of a Ray cluster."),
+    "token": Entry("services.cli.token:token", "Make the tokens that services ask for."),
     "simulate": Entry("services.cli.simulate:simulate_command", "What lending would gain, before anyone moves a GPU."),
     "bench": Entry("services.cli.bench:bench", "Measure the services on this machine."),
     "version": Entry("services.cli.version:version", "Print the versions of Turnout and of what it stands on."),

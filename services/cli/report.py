@@ -13,7 +13,7 @@ import click
 
 from services.cli.examples import with_examples
 from services.cli.failures import CommandFailed
-from services.cli.targets import SCHEDULER, target_option
+from services.cli.targets import SCHEDULER, security_options, target_option
 from services.cli.watching import read_run
 from turnout.scheduler.v1 import events_pb2
 
@@ -44,6 +44,7 @@ _KINDS = (".html", ".png")
     help="Read the events from this file, which 'turnout events' wrote, instead of from the scheduler.",
 )
 @target_option("scheduler", SCHEDULER)
+@security_options
 def report(run_id: str | None, output: Path, events: Path | None, scheduler: str) -> None:
     """Write the report."""
     check_output(output)

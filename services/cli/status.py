@@ -15,7 +15,7 @@ from rich.console import Console
 
 from services.cli.examples import with_examples
 from services.cli.failures import EXIT_FAILED
-from services.cli.targets import BUFFER, ENGINE, SCHEDULER, target_option
+from services.cli.targets import BUFFER, ENGINE, SCHEDULER, security_options, target_option
 from services.views.overview import Overview, ReplicaOverview, RunOverview, ServiceOverview, overview_table
 from services.views.run_state import mode_name, route_name
 from turnout.buffer.v1 import buffer_pb2
@@ -33,7 +33,8 @@ from turnout.client import (
 from turnout.engine.v1 import engine_pb2
 from turnout.scheduler.v1 import scheduler_pb2
 
-_OPTIONS: Final = ClientOptions(timeouts=Timeouts(call=3.0, attempt=3.0), retry=RetryPolicy(max_attempts=1))
+_TIMEOUTS: Final = Timeouts(call=3.0, attempt=3.0)
+_RETRY: Final = RetryPolicy(max_attempts=1)
 """A person waits: one try, three seconds."""
 
 _ROLES: Final = {
@@ -59,6 +60,7 @@ _HEALTH: Final = {
 @target_option("buffer", BUFFER)
 @target_option("engine", ENGINE)
 @target_option("scheduler", SCHEDULER)
+@security_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def status(buffer: str, engine: str, scheduler: str, as_json: bool) -> None:
     """Print the overview."""
@@ -74,6 +76,7 @@ def status(buffer: str, engine: str, scheduler: str, as_json: bool) -> None:
 def look(buffer: str, engine: str, scheduler: str) -> Overview:
     """Ask the services and return what they know."""
     overview = Overview()
+    options = ClientOptions(timeouts=_TIMEOUTS, retry=_RETRY)
     runs: dict[str, RunOverview] = {}
 
     def ask(service: str, target: str, question: Callable[[], None]) -> None:
@@ -81,9 +84,9 @@ def look(buffer: str, engine: str, scheduler: str) -> Overview:
         overview.services.append(ServiceOverview(service, target, problem))
 
     with (
-        BufferClient(buffer, _OPTIONS) as buffers,
-        EngineClient(engine, _OPTIONS) as engines,
-        SchedulerClient(scheduler, _OPTIONS) as schedulers,
+        BufferClient(buffer, options) as buffers,
+        EngineClient(engine, options) as engines,
+        SchedulerClient(scheduler, options) as schedulers,
     ):
 
         def ask_scheduler() -> None:

@@ -1,7 +1,8 @@
-"""Where a command finds the three services."""
+"""Where a command finds the three services, and how it shows who it is."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
@@ -29,3 +30,38 @@ def target_option(name: str, default: str) -> Callable[[F], F]:
         show_envvar=True,
         help=f"gRPC target of the {name}: host:port or unix:path.",
     )
+
+
+_SECURITY: Final = {
+    "ca": ("FILE", "Authorities that vouch for the services, which are then called over TLS; 'system': gRPC's own."),
+    "cert": ("FILE", "The command's own certificate, for mutual TLS."),
+    "key": ("FILE", "Its private key."),
+    "server-name": ("NAME", "Name that the certificates of the services must bear, if not the host of the target."),
+    "token-file": ("FILE", "File with the token to show. The token itself can be in TURNOUT_TOKEN, never in a flag."),
+}
+
+
+def security_options(function: F) -> F:
+    """Add the options of TLS and the token. They count for every client that the command makes."""
+
+    def remember(context: click.Context, option: click.Parameter, value: str | None) -> None:
+        if value is not None:
+            # Where clients look, in this process and in those that it starts.
+            os.environ[_security_variable(str(option.name))] = value
+
+    for name, (metavar, text) in reversed(_SECURITY.items()):
+        add = click.option(
+            f"--{name}",
+            metavar=metavar,
+            envvar=_security_variable(name),
+            show_envvar=True,
+            expose_value=False,
+            callback=remember,
+            help=text,
+        )
+        function = add(function)
+    return function
+
+
+def _security_variable(name: str) -> str:
+    return f"TURNOUT_{name.replace('-', '_').upper()}"

@@ -17,8 +17,8 @@ from rich.live import Live
 from services.cli.examples import with_examples
 from services.cli.failures import CommandFailed
 from services.cli.running import run_async
-from services.cli.targets import SCHEDULER, target_option
-from services.cli.watching import FIRST_CALL, kept_events, only_run
+from services.cli.targets import SCHEDULER, security_options, target_option
+from services.cli.watching import first_call, kept_events, only_run
 from services.views.run_state import RunState
 from services.views.top import frame
 from turnout.client import AsyncSchedulerClient, TurnoutError
@@ -39,6 +39,7 @@ _REFRESH_S: Final = 0.25
 )
 @click.option("--run", "run_id", metavar="RUN", help="Run to watch; not needed if there is only one.")
 @target_option("scheduler", SCHEDULER)
+@security_options
 @click.option("--once", is_flag=True, help="Print one frame of what is known now, and end.")
 def top(run_id: str | None, scheduler: str, once: bool) -> None:
     """Show the run."""
@@ -52,7 +53,7 @@ def top(run_id: str | None, scheduler: str, once: bool) -> None:
 
 
 async def _top(run_id: str | None, scheduler: str, once: bool) -> None:
-    async with AsyncSchedulerClient(scheduler, FIRST_CALL) as client:
+    async with AsyncSchedulerClient(scheduler, first_call()) as client:
         run_id = run_id or await only_run(client, "--run")
         state = RunState()
         async for event in kept_events(client, run_id):

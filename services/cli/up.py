@@ -46,16 +46,41 @@ _SERVICES: Final = ("buffer", "engine", "scheduler")
     help="Keep what the services know in this directory, one folder each, so that all three survive a restart. Without "
     "it everything ends with the processes.",
 )
+@click.option("--tls-cert", metavar="FILE", help="The services' certificate (PEM); they are then called over TLS.")
+@click.option("--tls-key", metavar="FILE", help="Its private key.")
+@click.option("--tls-client-ca", metavar="FILE", help="Authorities that callers need a certificate of (mutual TLS).")
+@click.option("--tokens-file", metavar="FILE", help="The tokens that callers need; see 'turnout token new'.")
+@click.option("--peer-ca", metavar="FILE", help="Authorities that vouch for the services when these call each other.")
+@click.option("--peer-cert", metavar="FILE", help="The certificate that they show each other, for mutual TLS.")
+@click.option("--peer-key", metavar="FILE", help="Its private key.")
+@click.option("--peer-token-file", metavar="FILE", help="File with the token that they show each other.")
 @click.option("--insecure", is_flag=True, help="Allow addresses that other machines can reach, without TLS and tokens.")
 @click.option(
     "--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info", show_default=True
 )
-def up(buffer: str, engine: str, scheduler: str, data_dir: Path | None, insecure: bool, log_level: str) -> None:
+def up(
+    buffer: str,
+    engine: str,
+    scheduler: str,
+    data_dir: Path | None,
+    insecure: bool,
+    log_level: str,
+    **security: str | None,
+) -> None:
     """Run the three services."""
-    common = ("--log-level", log_level, *(("--insecure",) if insecure else ()))
+    common = ["--log-level", log_level, *(("--insecure",) if insecure else ())]
+    peers: list[str] = []
+    for option, value in security.items():
+        if value is not None:
+            flags = peers if option.startswith("peer_") else common
+            flags += [f"--{option.replace('_', '-')}", value]
     addresses = {"buffer": buffer, "engine": engine, "scheduler": scheduler}
     kept = {name: () if data_dir is None else ("--data-dir", str(data_dir.absolute() / name)) for name in _SERVICES}
-    specs = [service_spec(name, "--listen", addresses[name], *kept[name], *common) for name in _SERVICES]
+    # The buffer calls nobody.
+    calling: dict[str, list[str]] = {"buffer": [], "engine": peers, "scheduler": peers}
+    specs = [
+        service_spec(name, "--listen", addresses[name], *kept[name], *common, *calling[name]) for name in _SERVICES
+    ]
     run_async(_run(specs))
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from pathlib import Path
-from typing import Final
 
 import click
 
@@ -18,8 +17,10 @@ from services.views.run_events import EventsError, read_events
 from turnout.client import AsyncSchedulerClient, ClientOptions, OutOfRange, RetryPolicy, Timeouts, TurnoutError
 from turnout.scheduler.v1 import events_pb2, scheduler_pb2
 
-FIRST_CALL: Final = ClientOptions(timeouts=Timeouts(call=5.0, attempt=5.0), retry=RetryPolicy(max_attempts=1))
-"""The first question tells whether the scheduler is there; a person waits for it."""
+
+def first_call() -> ClientOptions:
+    """Options of a client whose first question tells whether the scheduler is there; a person waits for it."""
+    return ClientOptions(timeouts=Timeouts(call=5.0, attempt=5.0), retry=RetryPolicy(max_attempts=1))
 
 
 async def only_run(client: AsyncSchedulerClient, option: str) -> str:
@@ -70,6 +71,6 @@ def read_run(run_id: str | None, events: Path | None, scheduler: str) -> tuple[s
 
 
 async def _read(run_id: str | None, scheduler: str) -> tuple[str, list[events_pb2.RunEvent]]:
-    async with AsyncSchedulerClient(scheduler, FIRST_CALL) as client:
+    async with AsyncSchedulerClient(scheduler, first_call()) as client:
         name = run_id or await only_run(client, "its name")
         return name, [event async for event in kept_events(client, name)]

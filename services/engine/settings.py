@@ -9,8 +9,9 @@ from urllib.parse import urlsplit
 from pydantic import Field, field_validator, model_validator
 
 from services.engine.domain.spec import Role
-from services.runtime.config import ServiceSettings, Strings, settings_config
+from services.runtime.config import Strings, settings_config
 from services.runtime.journal import DURABILITY_HELP, Durability, durability_of
+from services.runtime.peers import PeerSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +22,7 @@ class OwnReplica:
     role: Role
 
 
-class EngineSettings(ServiceSettings):
+class EngineSettings(PeerSettings):
     """Settings of the engine controller."""
 
     model_config = settings_config("engine")

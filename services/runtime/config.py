@@ -19,7 +19,7 @@ from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_v
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
-from services.runtime.addresses import AddressError, parse_address
+from services.runtime.addresses import Address, AddressError, parse_address
 
 CONFIG_VARIABLE: Final = "TURNOUT_CONFIG"
 NESTED: Final = "__"
@@ -66,6 +66,34 @@ class ServiceSettings(BaseSettings):
         description="Where to listen: HOST:PORT, [IPV6]:PORT or unix:/PATH. Port 0 takes a free port and prints it.",
     )
     insecure: bool = Field(False, description="Allow addresses that other machines can reach, without TLS and tokens.")
+    tls_cert: Path | None = Field(
+        None,
+        description="PEM file of the server's certificate with its chain; everything but Unix sockets is then TLS.",
+    )
+    tls_key: Path | None = Field(None, description="PEM file of its private key. Renewed files need no restart.")
+    tls_client_ca: Path | None = Field(
+        None, description="PEM file of the authorities that callers need a certificate of (mutual TLS)."
+    )
+    tokens_file: Path | None = Field(
+        None,
+        description="YAML file with the tokens that callers need, as `turnout token new` prints its lines; read again "
+        "when it changes.",
+    )
+    token_calls_per_s: float = Field(
+        5000.0,
+        ge=1,
+        le=1e6,
+        description="Calls that one token may begin per second, and as many at once after a pause.",
+    )
+    token_calls_at_work: int = Field(
+        65_536, ge=1, le=1 << 20, description="Calls that one token may have open at once, parked ones too."
+    )
+    max_connections: int = Field(
+        4096, ge=1, le=1 << 20, description="Connections taken per address; further ones are closed at once."
+    )
+    max_streams: int = Field(
+        65_536, ge=16, le=1 << 20, description="Calls that one connection may have open at once; further ones wait."
+    )
     metrics_listen: str | None = Field(
         None, description="Serve Prometheus metrics over HTTP on this HOST:PORT; not served if unset."
     )
@@ -109,11 +137,28 @@ class ServiceSettings(BaseSettings):
             if name == "metrics_listen" and address.path:
                 raise ValueError(f"metrics_listen: {text!r} is a Unix socket, metrics need HOST:PORT")
             if not address.is_local and not self.insecure:
-                raise ValueError(
-                    f"{name}: {address} can be reached from other machines, and this version has no TLS: "
-                    "listen on loopback or a Unix socket, or set --insecure"
-                )
+                self._check_protected(name, address)
         return self
+
+    @model_validator(mode="after")
+    def _tls(self) -> ServiceSettings:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("tls_cert and tls_key: give both")
+        if self.tls_client_ca is not None and self.tls_cert is None:
+            raise ValueError(
+                "tls_client_ca: callers can show certificates only over TLS, give tls_cert and tls_key too"
+            )
+        return self
+
+    def _check_protected(self, name: str, address: Address) -> None:
+        # Metrics know no tokens.
+        known = self.tls_client_ca is not None or (name == "listen" and self.tokens_file is not None)
+        if self.tls_cert is None or not known:
+            needed = "tls_client_ca" if name == "metrics_listen" else "tokens_file (or tls_client_ca)"
+            raise ValueError(
+                f"{name}: {address} can be reached from other machines: give tls_cert, tls_key and {needed}, listen on "
+                "loopback or a Unix socket, or set --insecure"
+            )
 
 
 S = TypeVar("S", bound=ServiceSettings)

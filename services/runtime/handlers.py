@@ -2,8 +2,9 @@
 
 Invariants: a call ends with a status of ours or as it was cancelled, never with UNKNOWN, a traceback or the text of an
 unexpected exception; messages are parsed and written here, so that bytes that are no message are the caller's error and
-not ours; every call at work is in `InFlight` until its handler's clean-up has run. Servicers answer with what they
-return or yield; `context.read` and `context.write` are not theirs to use.
+not ours; every call at work is in `InFlight` until its handler's clean-up has run; with a guard, a servicer hears of no
+call and of no message that its caller may not send. Servicers answer with what they return or yield; `context.read` and
+`context.write` are not theirs to use.
 
 Each method is wrapped once, and all are found through one generic handler. An interceptor, or methods that gRPC knows
 as registered, would cost every call more than the wrapping: with registered ones grpc.aio waits for the next call by
@@ -26,6 +27,7 @@ from google.protobuf.message import Message
 
 from services.runtime.draining import draining_error
 from services.runtime.errors import Code, TurnoutError, internal, invalid_argument, unavailable, unimplemented
+from services.runtime.guard import Caller, Gate, Guard
 from services.runtime.logs import get_logger
 from services.runtime.metrics import CallMetrics
 from services.runtime.statuses import abort
@@ -76,7 +78,7 @@ class InFlight:
 
     def __init__(self) -> None:
         self._calls: dict[asyncio.Task[Any], str] = {}
-        self._ended: set[asyncio.Task[Any]] = set()
+        self._ended: dict[asyncio.Task[Any], TurnoutError] = {}
 
     def enter(self, method: str) -> asyncio.Task[Any]:
         """Note and return the running task, which serves a call of `method`."""
@@ -88,15 +90,17 @@ class InFlight:
     def leave(self, task: asyncio.Task[Any]) -> None:
         """The handler of the call has ended."""
         self._calls.pop(task, None)
-        self._ended.discard(task)
+        self._ended.pop(task, None)
 
-    def _end(self, task: asyncio.Task[Any]) -> None:
-        self._ended.add(task)
-        task.cancel()
+    def end(self, task: asyncio.Task[Any], error: TurnoutError) -> None:
+        """Cancel a call, which then ends with `error`."""
+        if task in self._calls:
+            self._ended[task] = error
+            task.cancel()
 
-    def was_ended(self, task: asyncio.Task[Any]) -> bool:
-        """Whether `end_infrastructure` cancelled this call."""
-        return task in self._ended
+    def ended_with(self, task: asyncio.Task[Any]) -> TurnoutError | None:
+        """The error for which this call was cancelled by `end`."""
+        return self._ended.get(task)
 
     async def end_infrastructure(self) -> None:
         """End the streams of health and reflection, which would last as long as their clients.
@@ -106,11 +110,11 @@ class InFlight:
         last_words = {task for task, method in self._calls.items() if method.startswith(_HEALTH)}
         for task, method in list(self._calls.items()):
             if method.startswith(_INFRASTRUCTURE) and task not in last_words:
-                self._end(task)
+                self.end(task, draining_error())
         if last_words:
             _, stuck = await asyncio.wait(last_words, timeout=_LAST_WORDS_S)
             for task in stuck:
-                self._end(task)
+                self.end(task, draining_error())
 
     async def wait_empty(self, timeout: float) -> bool:
         """Wait until every call's handler, its clean-up included, has ended; False if some remain."""
@@ -122,10 +126,12 @@ class InFlight:
 class Handlers(grpc.GenericRpcHandler):
     """Every method of one server, wrapped. Servicers are added to it as to a server."""
 
-    def __init__(self, *, name: str, in_flight: InFlight, metrics: CallMetrics) -> None:
+    def __init__(self, *, name: str, in_flight: InFlight, metrics: CallMetrics, guard: Guard | None = None) -> None:
+        """Without a `guard` whoever reaches the server may make every call."""
         self._log = get_logger(name)
         self._in_flight = in_flight
         self._metrics = metrics
+        self._guard = guard
         self._services: list[grpc.GenericRpcHandler] = []
         self._wrapped: dict[str, Handler] = {}
         self.ready = False
@@ -153,15 +159,20 @@ class Handlers(grpc.GenericRpcHandler):
     def _wrap(self, method: str, handler: Handler) -> Handler:
         metrics = self._metrics.of(method)
         infrastructure = method.startswith(_INFRASTRUCTURE)
+        parse = handler.request_deserializer
+        gate = None if self._guard is None or parse is None else self._guard.gate(method, parse(b""))
 
-        async def around(serve: Callable[[A, Context], Awaitable[R]], asked: A, context: Context) -> R:
+        async def around(serve: Serve[A, R], asked: A, context: Context) -> R:
             task = self._in_flight.enter(method)
             began = metrics.began()
             ended = ""
+            caller = None
             try:
+                if gate is not None:
+                    caller = gate.admit(task, context)
                 if not (self.ready or infrastructure):
                     raise unavailable("STARTING", "the service is starting; the call may be repeated")
-                return await serve(asked, context)
+                return await serve(asked, context, caller)
             except BaseException as error:
                 try:
                     await self._failed(context, method, task, error)
@@ -172,10 +183,12 @@ class Handlers(grpc.GenericRpcHandler):
                     ended = "CANCELLED"
                 raise
             finally:
+                if caller is not None:
+                    caller.leave(task)
                 metrics.ended(began, ended or _code_name(context))
                 self._in_flight.leave(task)
 
-        return _wrapped(handler, around, _send_whole if infrastructure else _send)
+        return _wrapped(handler, around, _send_whole if infrastructure else _send, gate)
 
     async def _failed(self, context: Context, method: str, task: asyncio.Task[Any], error: BaseException) -> None:
         """End a call with the status that its error stands for; returns if the error itself ends it."""
@@ -188,9 +201,10 @@ class Handlers(grpc.GenericRpcHandler):
             await asyncio.sleep(_GONE_S)
             await abort(context, unavailable("CONNECTION_LOST", "the connection broke; the call may be repeated"))
         if isinstance(error, asyncio.CancelledError):
-            if self._in_flight.was_ended(task):
+            ended_with = self._in_flight.ended_with(task)
+            if ended_with is not None:
                 task.uncancel()
-                await abort(context, draining_error())
+                await abort(context, ended_with)
             if task.cancelling():
                 # The caller cancelled, or its deadline or our grace has passed: gRPC has ended the call.
                 return
@@ -216,10 +230,14 @@ def _code_name(context: Context) -> str:
     return code.name if isinstance(code, grpc.StatusCode) else Code(code).name
 
 
+Serve: TypeAlias = Callable[[A, Context, "Caller | None"], Awaitable[R]]
+"""Serves one call of a caller, who has been checked; None where nobody is."""
+
+
 class _Around(Protocol):
     """Serves one call, from the first byte of ours to the last."""
 
-    async def __call__(self, serve: Callable[[A, Context], Awaitable[R]], asked: A, context: Context) -> R: ...
+    async def __call__(self, serve: Serve[A, R], asked: A, context: Context) -> R: ...
 
 
 async def _send(context: Context, message: bytes) -> None:
@@ -238,18 +256,30 @@ async def _send_whole(context: Context, message: bytes) -> None:
         raise
 
 
-def _wrapped(handler: Handler, around: _Around, send: Callable[[Context, bytes], Coroutine[Any, Any, None]]) -> Handler:
+def _wrapped(
+    handler: Handler, around: _Around, send: Callable[[Context, bytes], Coroutine[Any, Any, None]], gate: Gate | None
+) -> Handler:
     parse, write = handler.request_deserializer, handler.response_serializer
     behavior = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
-    if getattr(behavior, "takes_bytes", False):
-        parse = None
+    takes_bytes = getattr(behavior, "takes_bytes", False)
 
-    def read(raw: bytes) -> Any:
-        return raw if parse is None else _parsed(parse, raw)
+    def read(raw: bytes, caller: Caller | None) -> Any:
+        message: Any = raw if parse is None else _parsed(parse, raw)
+        if caller is not None and gate is not None:
+            gate.check_run(caller.token, message)
+        return message
 
-    async def read_all(raw: AsyncIterator[bytes]) -> AsyncGenerator[Any, None]:
-        async for message in raw:
-            yield read(message)
+    async def read_all(raw: AsyncIterator[bytes], caller: Caller | None) -> AsyncGenerator[Any, None]:
+        if takes_bytes:
+            # Its first message says which run it is about, and none after it may.
+            async for message in raw:
+                if caller is not None:
+                    read(message, caller)
+                    caller = None
+                yield message
+        else:
+            async for message in raw:
+                yield read(message, caller)
 
     def encode(message: Any) -> bytes:
         # A servicer may have serialised a large message itself, with fewer copies.
@@ -274,8 +304,8 @@ def _wrapped(handler: Handler, around: _Around, send: Callable[[Context, bytes],
 
     if handler.request_streaming and handler.response_streaming:
 
-        async def each(requests: AsyncIterator[bytes], context: Context) -> None:
-            async with aclosing(read_all(requests)) as messages:
+        async def each(requests: AsyncIterator[bytes], context: Context, caller: Caller | None) -> None:
+            async with aclosing(read_all(requests, caller)) as messages:
                 await answer_all(handler.stream_stream, messages, context)
 
         async def stream_stream(requests: AsyncIterator[bytes], context: Context) -> None:
@@ -284,8 +314,8 @@ def _wrapped(handler: Handler, around: _Around, send: Callable[[Context, bytes],
         return grpc.stream_stream_rpc_method_handler(stream_stream)
     if handler.request_streaming:
 
-        async def joined(requests: AsyncIterator[bytes], context: Context) -> bytes:
-            async with aclosing(read_all(requests)) as messages:
+        async def joined(requests: AsyncIterator[bytes], context: Context, caller: Caller | None) -> bytes:
+            async with aclosing(read_all(requests, caller)) as messages:
                 return await answer(handler.stream_unary, messages, context)
 
         async def stream_unary(requests: AsyncIterator[bytes], context: Context) -> bytes:
@@ -294,16 +324,16 @@ def _wrapped(handler: Handler, around: _Around, send: Callable[[Context, bytes],
         return grpc.stream_unary_rpc_method_handler(stream_unary)
     if handler.response_streaming:
 
-        async def many(request: bytes, context: Context) -> None:
-            await answer_all(handler.unary_stream, read(request), context)
+        async def many(request: bytes, context: Context, caller: Caller | None) -> None:
+            await answer_all(handler.unary_stream, read(request, caller), context)
 
         async def unary_stream(request: bytes, context: Context) -> None:
             await around(many, request, context)
 
         return grpc.unary_stream_rpc_method_handler(unary_stream)
 
-    async def one(request: bytes, context: Context) -> bytes:
-        return await answer(handler.unary_unary, read(request), context)
+    async def one(request: bytes, context: Context, caller: Caller | None) -> bytes:
+        return await answer(handler.unary_unary, read(request, caller), context)
 
     async def unary_unary(request: bytes, context: Context) -> bytes:
         return await around(one, request, context)

@@ -26,14 +26,17 @@ from services.runtime.clock import Clock, MonotonicClock
 from services.runtime.config import ServiceSettings
 from services.runtime.draining import Draining
 from services.runtime.errors import describe
+from services.runtime.guard import Guard, TokenLimits
 from services.runtime.handlers import Handlers, InFlight
 from services.runtime.health import Health
 from services.runtime.logs import get_logger
 from services.runtime.metrics import CallMetrics, LoopLag, MetricsServer, new_registry
 from services.runtime.tasks import Supervisor
+from services.runtime.tls import ServerTls, TlsError
+from services.runtime.tokens import TokenFile, TokensError
 
-_MAX_STREAMS: Final = 1 << 20
-"""Calls at work per connection. Parked waits must never use up what the call that releases them needs."""
+_HANDSHAKE_MS: Final = 10_000
+"""gRPC's own two minutes would let silent connections hold their places for that long."""
 
 _CLOSE_S: Final = 5.0
 """A close that takes longer than this hangs; it is reported and left behind so that the process can end."""
@@ -128,7 +131,12 @@ class ServiceHost:
             set_serving=self._health.set_serving,
         )
         self._in_flight = InFlight()
-        self._handlers = Handlers(name=self.name, in_flight=self._in_flight, metrics=CallMetrics(self.context.metrics))
+        try:
+            guard, self._tls = self._guard(), self._server_tls()
+        except (TokensError, TlsError) as error:
+            raise StartError(str(error)) from error
+        metrics = CallMetrics(self.context.metrics)
+        self._handlers = Handlers(name=self.name, in_flight=self._in_flight, metrics=metrics, guard=guard)
         self._metrics_server: MetricsServer | None = None
         self.service = self._build(self.context)
         self._server = grpc.aio.server(options=_server_options(self.settings))
@@ -196,17 +204,37 @@ class ServiceHost:
         self._server.add_generic_rpc_handlers((self._handlers,))
         self._health.add(self.service.full_names)
 
+    def _guard(self) -> Guard | None:
+        settings = self.settings
+        if settings.tokens_file is None:
+            return None
+        limits = TokenLimits(settings.token_calls_per_s, settings.token_calls_at_work)
+        guard = Guard(TokenFile(settings.tokens_file), limits, time.monotonic)
+        self.context.tasks.supervise("tokens", guard.watching(self._in_flight.end))
+        return guard
+
+    def _server_tls(self) -> ServerTls | None:
+        settings = self.settings
+        if settings.tls_cert is None or settings.tls_key is None:
+            return None
+        return ServerTls(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
+
     def _listen(self) -> None:
         for text in self.settings.listen:
             address = parse_address(text)
             check_free(address)
             try:
-                port = self._server.add_insecure_port(str(address))
+                if self._tls is None or address.path:
+                    port = self._server.add_insecure_port(str(address))
+                else:
+                    port = self._server.add_secure_port(str(address), self._tls.credentials())
             except RuntimeError as error:
                 raise AddressError(f"cannot listen on {address}") from error
             self._addresses.append(address.with_port(port))
         if self.settings.metrics_listen is not None:
-            self._metrics_server = MetricsServer(parse_address(self.settings.metrics_listen), self.context.metrics)
+            self._metrics_server = MetricsServer(
+                parse_address(self.settings.metrics_listen), self.context.metrics, self._tls
+            )
             self.context.tasks.supervise("event loop lag", LoopLag(self.context.metrics).loop)
 
 
@@ -217,7 +245,9 @@ def _server_options(settings: ServiceSettings) -> list[tuple[str, int]]:
         ("grpc.so_reuseport", 0),
         ("grpc.max_receive_message_length", settings.max_message_bytes),
         ("grpc.max_send_message_length", settings.max_message_bytes),
-        ("grpc.max_concurrent_streams", _MAX_STREAMS),
+        ("grpc.max_concurrent_streams", settings.max_streams),
+        ("grpc.max_allowed_incoming_connections", settings.max_connections),
+        ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
         ("grpc.keepalive_time_ms", keepalive_ms),
         ("grpc.keepalive_timeout_ms", timeout_ms),
         # The option that a peer's silence is measured by; the one above alone is not enough.

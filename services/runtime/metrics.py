@@ -7,12 +7,13 @@ exist make no series.
 from __future__ import annotations
 
 import asyncio
+import ssl
 import time
 from bisect import bisect_left
 from collections.abc import Iterator
 from itertools import accumulate
 from threading import Thread
-from typing import Final
+from typing import Any, Final
 from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import CollectorRegistry, Histogram, PlatformCollector, ProcessCollector
@@ -24,6 +25,7 @@ from prometheus_client.utils import floatToGoString
 
 from services.runtime.addresses import Address, AddressError, check_free
 from services.runtime.tasks import Tick
+from services.runtime.tls import ServerTls
 
 _SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 1200)
 """From a call in memory to a wait that is parked for a whole training step."""
@@ -128,20 +130,34 @@ class LoopLag:
 
 
 class MetricsServer:
-    """Serves a registry at http://HOST:PORT/metrics from a thread of its own."""
+    """Serves a registry at http://HOST:PORT/metrics, over TLS at https://, from a thread of its own."""
 
-    def __init__(self, address: Address, registry: CollectorRegistry) -> None:
+    def __init__(self, address: Address, registry: CollectorRegistry, tls: ServerTls | None = None) -> None:
         check_free(address)
         self._server: WSGIServer
         self._thread: Thread
         try:
-            self._server, self._thread = start_prometheus(address.port, address.host, registry)
+            files = {} if tls is None else tls.files
+            self._server, self._thread = start_prometheus(address.port, address.host, registry, **files)
         except OSError as error:
             raise AddressError(f"cannot serve metrics on {address}: {error.strerror}") from error
-        self.url = f"http://{address.with_port(self._server.server_port)}/metrics"
+        if tls is not None:
+            _keep_fresh(self._server.socket, tls)
+        scheme = "http" if tls is None else "https"
+        self.url = f"{scheme}://{address.with_port(self._server.server_port)}/metrics"
 
     def close(self) -> None:
         """Stop serving and release the port."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+
+def _keep_fresh(listening: Any, tls: ServerTls) -> None:
+    # The handshake is for the thread of the request: a silent peer must not keep the others waiting.
+    listening.do_handshake_on_connect = False
+
+    def renew(connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
+        connection.context = tls.context()
+
+    listening.context.sni_callback = renew

@@ -6,69 +6,24 @@ sockets are reached directly, whatever proxy the environment names.
 
 from __future__ import annotations
 
-import ipaddress
 import os
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import grpc
 import grpc.aio
 
 from services.runtime.errors import Code, TurnoutError, invalid_argument, unavailable
+from services.runtime.peers import open_peer
 from services.runtime.statuses import from_rpc_error
-
-_MAX_MESSAGE_BYTES: Final = 64 << 20
-"""ListReplicas and progress of a large run pass the 4 MiB that gRPC allows by default."""
-
-_KEEPALIVE_MS: Final = 10_000
-_KEEPALIVE_TIMEOUT_MS: Final = 5_000
-"""A peer whose machine is gone is noticed within 15 s, also while nothing but a watch is open."""
-
-_MAX_BACKOFF_MS: Final = 2_000
-"""A peer that was restarted is found again within about this time; gRPC's own default is two minutes."""
-
-
-_PROXY_VARIABLES: Final = ("grpc_proxy", "https_proxy", "http_proxy")
-"""Where gRPC finds a proxy, the first that is set."""
-
-
-def _is_local(target: str) -> bool:
-    """Whether a target is this machine: a proxy must not get in between."""
-    if target.startswith(("unix:", "unix-abstract:")):
-        return True
-    host = target.rpartition("/")[2].removeprefix("ipv4:").removeprefix("ipv6:").rpartition(":")[0].strip("[]")
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-def channel_options(target: str) -> list[tuple[str, int]]:
-    """The options of a channel to `target`."""
-    options = [
-        ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
-        ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
-        ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
-        ("grpc.keepalive_timeout_ms", _KEEPALIVE_TIMEOUT_MS),
-        ("grpc.http2.ping_timeout_ms", _KEEPALIVE_TIMEOUT_MS),
-        ("grpc.keepalive_permit_without_calls", 1),
-        # Nothing is sent while a watch is quiet; gRPC would stop pinging after two.
-        ("grpc.http2.max_pings_without_data", 0),
-        ("grpc.max_reconnect_backoff_ms", _MAX_BACKOFF_MS),
-        ("grpc.initial_reconnect_backoff_ms", 100),
-    ]
-    if _is_local(target):
-        options.append(("grpc.enable_http_proxy", 0))
-    return options
+from turnout.channels import Security, proxy_variable
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """The way to one peer.
+    """The way to one peer, as stubs use it.
 
     Parked streams have a connection of their own, so that they never stand in the way of the call that releases them.
     """
@@ -80,27 +35,26 @@ class Link:
 class Links:
     """One link per target, shared by all runs."""
 
-    def __init__(self) -> None:
+    def __init__(self, security: Security) -> None:
+        self._security = security
         self._links: dict[str, Link] = {}
+        self._channels: list[grpc.aio.Channel] = []
 
     def get(self, field: str, target: str) -> Link:
         """The link to `target`. An empty target is INVALID_ARGUMENT naming `field`."""
         if not target:
             raise invalid_argument(field, f"{field} must not be empty", value=target)
         if target not in self._links:
-            self._links[target] = Link(
-                grpc.aio.insecure_channel(target, options=channel_options(target)),
-                grpc.aio.insecure_channel(
-                    target, options=[*channel_options(target), ("grpc.use_local_subchannel_pool", 1)]
-                ),
-            )
+            control, parked = (open_peer(target, self._security) for _ in range(2))
+            self._channels += (control.channel, parked.channel)
+            self._links[target] = Link(control.stubs, parked.stubs)
         return self._links[target]
 
     async def close(self) -> None:
         """Close them all."""
-        for link in self._links.values():
-            await link.control.close()
-            await link.parked.close()
+        for channel in self._channels:
+            await channel.close()
+        self._channels.clear()
         self._links.clear()
 
 
@@ -120,7 +74,7 @@ def _translated(error: TurnoutError, reason: str, target: str) -> TurnoutError:
         peer = reason.partition("_")[0].lower()
         message = f"the {peer} at {target} did not answer: {error.message}"
         metadata = {"target": target, "code": error.code.name}
-        variable = None if _is_local(target) else next(filter(os.environ.get, _PROXY_VARIABLES), None)
+        variable = proxy_variable(target, os.environ)
         if variable is not None:
             message += f" (the environment's {variable} sends this through a proxy)"
             metadata["proxy_variable"] = variable

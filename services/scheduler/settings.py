@@ -5,13 +5,14 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from services.runtime.config import ServiceSettings, Strings, settings_config
+from services.runtime.config import Strings, settings_config
 from services.runtime.journal import DURABILITY_HELP, Durability, durability_of
+from services.runtime.peers import PeerSettings
 
 DEFAULT_LISTEN = "127.0.0.1:50053"
 
 
-class SchedulerSettings(ServiceSettings):
+class SchedulerSettings(PeerSettings):
     """Settings of the switch scheduler."""
 
     model_config = settings_config("scheduler")

@@ -10,7 +10,14 @@ import sys
 
 import pytest
 
-PACKAGES = ["turnout.client", "turnout.stores", "turnout.tensors", "turnout.trainer", "turnout.worker"]
+PACKAGES = [
+    "turnout.channels",
+    "turnout.client",
+    "turnout.stores",
+    "turnout.tensors",
+    "turnout.trainer",
+    "turnout.worker",
+]
 
 
 @pytest.mark.parametrize("name", PACKAGES)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from turnout.client._targets import host_of, is_local, proxy_hint, proxy_variable
+from turnout.channels import host_of, is_local, proxy_hint, proxy_variable
 
 LOCAL = [
     "127.0.0.1:50051",

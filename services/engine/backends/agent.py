@@ -8,13 +8,11 @@ to the controller.
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from typing import Any, Final, TypeVar
 
 import google_crc32c
 import grpc
-import grpc.aio
 
 from services.engine.backends.base import Answer, EngineOutput, EngineProgress, EngineRequest
 from services.engine.domain.engine_state import EngineState
@@ -25,7 +23,9 @@ from services.engine.wire.operations import read_failure, read_shards, write_dur
 from services.engine.wire.replicas import read_state
 from services.engine.wire.requests import read_output, write_engine_request
 from services.runtime.errors import TurnoutError, invalid_argument, not_found
+from services.runtime.peers import open_peer
 from services.runtime.statuses import from_rpc_error
+from turnout.channels import Security
 from turnout.engine.v1 import engine_pb2 as pb
 from turnout.engine.v1 import engine_pb2_grpc
 
@@ -35,19 +35,15 @@ READ_DEADLINE_S: Final = 30.0
 """gRPC deadline of reads. Commands have none: the controller watches their time, and an engine may carry out later what
 was cut at its agent."""
 
-LONGEST_MESSAGE_BYTES: Final = 64 << 20
-"""Room for an output of some million tokens."""
-
 
 class Agent:
     """The channels to one agent."""
 
-    def __init__(self, target: str) -> None:
+    def __init__(self, target: str, security: Security) -> None:
         self.users = 0
-        self._control = grpc.aio.insecure_channel(target, options=_options(target))
-        self._data = grpc.aio.insecure_channel(target, options=_options(target))
-        self.control = engine_pb2_grpc.EngineControllerStub(self._control)
-        self.data = engine_pb2_grpc.EngineControllerStub(self._data)
+        self._control, self._data = open_peer(target, security), open_peer(target, security)
+        self.control = engine_pb2_grpc.EngineControllerStub(self._control.stubs)
+        self.data = engine_pb2_grpc.EngineControllerStub(self._data.stubs)
         self._reading: asyncio.Future[pb.ProgressReport] | None = None
 
     async def progress(self, run_id: str) -> pb.ProgressReport:
@@ -69,15 +65,16 @@ class Agent:
 
     async def close(self) -> None:
         """Close the channels."""
-        await self._control.close()
-        await self._data.close()
+        await self._control.channel.close()
+        await self._data.channel.close()
 
 
 class Agents:
     """The agents in use, by target."""
 
-    def __init__(self, run_id: Callable[[], str]) -> None:
+    def __init__(self, run_id: Callable[[], str], security: Security) -> None:
         self._run_id = run_id
+        self._security = security
         self._agents: dict[str, Agent] = {}
 
     async def open(self, spec: ReplicaSpec) -> AgentBackend:
@@ -86,7 +83,7 @@ class Agents:
             raise invalid_argument("spec.endpoint", "the backend agent needs the gRPC target of the agent")
         agent = self._agents.get(spec.endpoint)
         if agent is None:
-            agent = self._agents[spec.endpoint] = Agent(spec.endpoint)
+            agent = self._agents[spec.endpoint] = Agent(spec.endpoint, self._security)
         agent.users += 1
         return AgentBackend(spec.replica_id, agent, self._run_id, lambda: self._release(spec.endpoint))
 
@@ -342,31 +339,3 @@ class AgentBackend:
             return await call
         except grpc.RpcError as error:
             raise from_rpc_error(error) from None
-
-
-def _options(target: str) -> list[tuple[str, int]]:
-    return [
-        ("grpc.max_receive_message_length", LONGEST_MESSAGE_BYTES),
-        ("grpc.max_send_message_length", LONGEST_MESSAGE_BYTES),
-        ("grpc.keepalive_time_ms", 10_000),
-        ("grpc.keepalive_timeout_ms", 5_000),
-        ("grpc.http2.ping_timeout_ms", 5_000),
-        ("grpc.http2.max_pings_without_data", 0),
-        # Each channel its own connection.
-        ("grpc.use_local_subchannel_pool", 1),
-        # An agent that comes back is found within a second or two.
-        ("grpc.initial_reconnect_backoff_ms", 200),
-        ("grpc.min_reconnect_backoff_ms", 200),
-        ("grpc.max_reconnect_backoff_ms", 2_000),
-        ("grpc.enable_http_proxy", 0 if _is_local(target) else 1),
-    ]
-
-
-def _is_local(target: str) -> bool:
-    if target.startswith("unix:"):
-        return True
-    host = target.rpartition(":")[0].strip("[]")
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from services.runtime.errors import Code
-from services.scheduler.links import channel_options
+from services.runtime.peers import peer_options
 from tests.scheduler.fakes import host_buffer, host_engine
 from tests.scheduler.world import error_of, world
 
@@ -56,7 +56,7 @@ async def test_h55_unix_sockets_are_reached_directly(tmp_path: Path) -> None:
 )
 def test_h55_the_proxy_is_left_out_for_this_machine_alone(target: str, local: bool) -> None:
     """Other machines may only be reachable through it."""
-    assert (DIRECT in channel_options(target)) == local
+    assert (DIRECT in peer_options(target)) == local
 
 
 async def test_h55_a_peer_behind_a_broken_proxy_is_named_with_the_variable_that_sends_it_there() -> None:

@@ -7,6 +7,7 @@
 typed errors. The methods beside it are waits, watches and transfers, which outlive restarts of the service.
 """
 
+from turnout.channels import Security, SecurityError
 from turnout.client._buffer import AsyncBufferClient, BufferClient, Sampled
 from turnout.client._calls import duration, new_request_id, seconds
 from turnout.client._engine import AsyncEngineClient, DeltaFn, EngineClient, Generation
@@ -76,6 +77,8 @@ __all__ = [
     "RunNotFound",
     "Sampled",
     "SchedulerClient",
+    "Security",
+    "SecurityError",
     "StaleClaim",
     "StaleEpoch",
     "Timeouts",

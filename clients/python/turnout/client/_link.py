@@ -25,16 +25,15 @@ from weakref import WeakSet
 import grpc
 import grpc.aio
 
+from turnout.channels import channel_options, connect, proxy_hint
 from turnout.client import _fork
 from turnout.client._errors import TurnoutError, from_rpc_error
 from turnout.client._options import ClientOptions
-from turnout.client._targets import is_local, proxy_hint
 
 T = TypeVar("T")
 
-_RECONNECT_FIRST_MS: Final = 100
-_RECONNECT_MAX_MS: Final = 1000
-"""gRPC's own limit of two minutes would keep a client away long after a service is back."""
+_RECONNECT_MAX_S: Final = 1.0
+"""A client is back about this long after its service."""
 
 _CLOSE_S: Final = 1.0
 """Calls still at work when an asyncio client is closed get this long to end."""
@@ -106,25 +105,16 @@ class LinkClosed(RuntimeError):
         super().__init__(f"the client of {target} is closed")
 
 
-def channel_options(target: str, options: ClientOptions) -> list[tuple[str, int]]:
-    """Return gRPC's options for a channel to `target`."""
-    timeout_ms = round(options.keepalive.timeout * 1000)
-    return [
-        ("grpc.keepalive_time_ms", round(options.keepalive.interval * 1000)),
-        ("grpc.keepalive_timeout_ms", timeout_ms),
-        # The first one bounds the write, this one the answer; without it a silent peer is noticed after a minute.
-        ("grpc.http2.ping_timeout_ms", timeout_ms),
-        # A wait sends nothing for minutes; gRPC would stop pinging after two.
-        ("grpc.http2.max_pings_without_data", 0),
-        ("grpc.max_receive_message_length", options.max_message_bytes),
-        ("grpc.max_send_message_length", options.max_message_bytes),
-        ("grpc.initial_reconnect_backoff_ms", _RECONNECT_FIRST_MS),
-        ("grpc.max_reconnect_backoff_ms", _RECONNECT_MAX_MS),
-        # Otherwise gRPC gives all channels of a process to one target the same connection.
-        ("grpc.use_local_subchannel_pool", 1),
-        ("grpc.enable_http_proxy", 0 if is_local(target) else 1),
-        ("grpc.enable_retries", 0),
-    ]
+def _arguments(target: str, options: ClientOptions) -> list[tuple[str, int | str]]:
+    arguments = channel_options(
+        target,
+        max_message_bytes=options.max_message_bytes,
+        keepalive_s=options.keepalive.interval,
+        keepalive_timeout_s=options.keepalive.timeout,
+        reconnect_s=_RECONNECT_MAX_S,
+    )
+    # The client retries by itself, with one request id.
+    return [*arguments, ("grpc.enable_retries", 0)]
 
 
 def run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:
@@ -222,7 +212,7 @@ class BlockingLink:
         at_work = _AtWork()
         self._at_work.add(at_work)
         try:
-            return call(argument, timeout=timeout)
+            return call(argument, timeout=timeout, metadata=self._options.security.metadata())
         except grpc.RpcError as error:
             raise self.explain(error) from error
         finally:
@@ -231,7 +221,8 @@ class BlockingLink:
     def stream(self, method: Method, request: Any, timeout: float | None) -> Stream:
         """Make a call with many answers."""
         argument = request if method.shape == "unary_stream" else iter(request)
-        stream = _BlockingStream(self._callable(method)(argument, timeout=timeout), self)
+        call = self._callable(method)(argument, timeout=timeout, metadata=self._options.security.metadata())
+        stream = _BlockingStream(call, self)
         self._at_work.add(stream)
         return stream
 
@@ -272,10 +263,12 @@ class BlockingLink:
             return self._callables[method.path]
 
     def _open(self) -> grpc.Channel:
+        security = self._options.security
+        credentials = security.credentials(self.target)
+        arguments = [*_arguments(self.target, self._options), *security.options(self.target)]
         _fork.opening(self)
-        arguments = channel_options(self.target, self._options)
-        if self._options.credentials is not None:
-            return grpc.secure_channel(self.target, self._options.credentials, options=arguments)
+        if credentials is not None:
+            return grpc.secure_channel(self.target, credentials, options=arguments)
         return grpc.insecure_channel(self.target, options=arguments)
 
 
@@ -343,7 +336,7 @@ class AsyncLink:
 
     async def unary(self, method: Method, request: Any, timeout: float) -> Any:
         """Make a call with one answer."""
-        call = self._callable(method)(request, timeout=timeout)
+        call = self._callable(method)(request, timeout=timeout, metadata=self._options.security.metadata())
         try:
             return await call
         except asyncio.CancelledError:
@@ -354,7 +347,8 @@ class AsyncLink:
 
     def stream(self, method: Method, request: Any, timeout: float | None) -> Stream:
         """Make a call with many answers."""
-        return _AsyncStream(self._callable(method)(request, timeout=timeout), self)
+        call = self._callable(method)(request, timeout=timeout, metadata=self._options.security.metadata())
+        return _AsyncStream(call, self)
 
     async def close(self) -> None:
         """Close both channels."""
@@ -394,11 +388,9 @@ class AsyncLink:
         return self._callables[method.path]
 
     def _open(self) -> grpc.aio.Channel:
+        arguments = _arguments(self.target, self._options)
         _fork.opening(self)
-        arguments = channel_options(self.target, self._options)
-        if self._options.credentials is not None:
-            return grpc.aio.secure_channel(self.target, self._options.credentials, options=arguments)
-        return grpc.aio.insecure_channel(self.target, options=arguments)
+        return connect(self.target, arguments, self._options.security)
 
 
 class _AsyncStream:

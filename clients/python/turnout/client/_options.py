@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-import grpc
+from turnout.channels import Security
 
 
 def _positive(owner: str, **values: float) -> None:
@@ -99,8 +99,8 @@ class ClientOptions:
     """Finding half-open connections."""
     max_message_bytes: int = 256 * 1024 * 1024
     """Largest message, both ways. Above the services' own default of 64 MiB, so that theirs is the one that counts."""
-    credentials: grpc.ChannelCredentials | None = None
-    """TLS. None: plain text, for loopback and trusted networks."""
+    security: Security = field(default_factory=Security.from_environment)
+    """TLS and the token; as the TURNOUT_ variables of the environment say, unless given."""
 
     def __post_init__(self) -> None:
         if not 0 < self.max_message_bytes < 2**31:

@@ -1,0 +1,20 @@
+"""The way to a service: what its target says, gRPC's options, TLS and the token.
+
+One place for the Python client and for the services, which are each other's clients.
+"""
+
+from turnout.channels._open import bind, channel_options, connect
+from turnout.channels._security import Security, SecurityError
+from turnout.channels._targets import host_of, is_local, proxy_hint, proxy_variable
+
+__all__ = [
+    "Security",
+    "SecurityError",
+    "bind",
+    "channel_options",
+    "connect",
+    "host_of",
+    "is_local",
+    "proxy_hint",
+    "proxy_variable",
+]
