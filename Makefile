@@ -11,6 +11,8 @@ DOMAIN := services/buffer/domain/*,services/engine/domain/*,services/scheduler/d
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Ray, TransferQueue and torch (about 2 GB) are only for the tests of their payload stores and of deployments on Ray.
 RAY := .venv-ray
+# verl 0.9.1 with what its trainer imports (2 GB), for the adapter.
+VERL := .venv-verl
 BUF := node_modules/.bin/buf
 # A real vLLM that runs without a GPU; its pins are made for Python 3.11.
 VLLM := .venv-vllm
@@ -19,13 +21,14 @@ VLLM_PYTHON ?= python3.11
 
 # Go with gRPC from Debian: it is built in GOPATH mode against their sources, without a module proxy.
 GO_PACKAGES := golang-go protoc-gen-go protoc-gen-go-grpc golang-google-grpc-dev golang-google-protobuf-dev
+CPP_PACKAGES := g++ cmake pkg-config libgrpc++-dev libprotobuf-dev protobuf-compiler protobuf-compiler-grpc
 SUDO := $(if $(filter 0,$(shell id -u)),,sudo)
 
 # How long `make soak` lets faults happen.
 SECONDS ?= 600
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-vllm test test-all test-vllm test-stores test-ray test-clients lint types format coverage protos protos-lint bench soak clean
+.PHONY: help demo demo-vllm test test-all test-vllm test-stores test-ray test-verl test-clients lint types format coverage protos protos-lint bench soak clean
 
 help: ## list these targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -42,6 +45,8 @@ test: lint types protos-lint ## everything a change has to pass
 	else echo "the smoke test against a real vLLM was skipped: make $(VLLM)/.ready installs one"; fi
 	@if [ -f $(RAY)/.dev ]; then $(MAKE) --no-print-directory test-stores && $(RAY)/bin/python -m pytest -m "not slow" tests/ray_deploy/test_on_ray.py; \
 	else echo "not run: payload stores and deployments over real Ray and TransferQueue, which need $(RAY): make test-stores test-ray"; fi
+	@if [ -f $(VERL)/.dev ]; then $(VERL)/bin/python -m pytest -q -m "verl and smoke" tests/verl/adapter; \
+	else echo "not run: the adapter against verl 0.9.1, which needs $(VERL): make test-verl"; fi
 
 test-all: lint types protos-lint test-vllm ## the same, the slow tests and those against a real vLLM too
 	$(BIN)/python -m pytest
@@ -55,9 +60,13 @@ test-stores: $(RAY)/.dev ## payload stores and engines over real Ray and Transfe
 test-ray: $(RAY)/.dev ## deployments on a Ray cluster of several nodes on this machine: nodes die, actors are killed, a job goes on
 	$(RAY)/bin/python -m pytest tests/ray_deploy
 
-test-clients: $(VENV)/.dev ## the clients in Go and TypeScript, beside Python's (installs what is missing from Debian and npm)
+test-verl: $(VERL)/.dev ## the adapter against verl 0.9.1, TransferQueue and Ray, without a GPU (makes an environment of 2 GB at first)
+	$(VERL)/bin/python -m pytest tests/verl/adapter
+
+test-clients: $(VENV)/.dev ## the clients in Go, TypeScript and C++, beside Python's (installs what is missing from Debian and npm)
 	@command -v go >/dev/null && command -v protoc-gen-go-grpc >/dev/null && [ -d /usr/share/gocode/src/google.golang.org/grpc ] \
 	|| $(SUDO) apt-get install -y --no-install-recommends $(GO_PACKAGES)
+	@command -v cmake >/dev/null && command -v grpc_cpp_plugin >/dev/null || $(SUDO) apt-get install -y --no-install-recommends $(CPP_PACKAGES)
 	@command -v npm >/dev/null || { echo "Node.js 20 with npm is needed: https://nodejs.org"; exit 1; }
 	cd clients/typescript && npm install --no-package-lock --no-audit --no-fund --silent
 	@$(MAKE) --no-print-directory $(BUF)
@@ -98,7 +107,7 @@ soak: $(VENV)/.dev ## kill, cut and fill the disk for ten minutes, then account 
 	$(BIN)/python -m tests.soak --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(SOAK_ARGS)
 
 clean: ## remove what make and the tools made
-	rm -rf $(VENV) $(VLLM) $(RAY) .venv-protos node_modules clients/typescript/node_modules clients/typescript/dist clients/go/bin .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage htmlcov dist build
+	rm -rf $(VENV) $(VLLM) $(RAY) $(VERL) .venv-protos node_modules clients/typescript/node_modules clients/typescript/dist clients/go/bin clients/cpp/build .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage htmlcov dist build
 	find services clients tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
@@ -128,6 +137,16 @@ $(RAY)/.dev: $(PYPROJECTS)
 	@[ -x $(RAY)/bin/python ] || $(PYTHON) -m venv $(RAY)
 	$(RAY)/bin/python -m pip --disable-pip-version-check install --quiet torch==2.13.0 ray==2.60.0 transferqueue==0.1.11
 	$(RAY)/bin/python -m pip --disable-pip-version-check install --quiet -e 'clients/python[tensors,ray,transferqueue,uri]' -e '.[dev]'
+	@touch $@
+
+# Torch first; verl without its dependencies, whose pin of tensordict is older than it needs.
+$(VERL)/.dev: $(PYPROJECTS)
+	@[ -x $(VERL)/bin/python ] || $(PYTHON) -m venv $(VERL)
+	$(VERL)/bin/python -m pip --disable-pip-version-check install --quiet torch==2.13.0
+	$(VERL)/bin/python -m pip --disable-pip-version-check install --quiet 'ray[default]==2.60.0' transferqueue==0.1.11 tensordict omegaconf hydra-core \
+	cachetools codetiming dill packaging pandas datasets torchdata peft accelerate 'transformers>=5.5.3,<5.11' orjson fastapi uvicorn pylatexenc
+	$(VERL)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps verl==0.9.1
+	$(VERL)/bin/python -m pip --disable-pip-version-check install --quiet -e clients/python -e '.[dev]'
 	@touch $@
 
 $(BUF): package.json

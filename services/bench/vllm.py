@@ -23,10 +23,10 @@ import grpc.aio
 
 from services.bench.result import Result
 from services.engine.backends.base import Backend, EngineRequest
-from services.engine.backends.vllm import VllmBackend
 from services.engine.domain.requests import Sampling
 from services.engine.domain.spec import ALL_CACHES, KV_CACHE, WEIGHTS, PauseMode, ReplicaSpec, Role
 from services.engine.domain.tokens import Stretches
+from services.engine.guarded.backend import GuardedBackend
 from services.engine.service import build
 from services.engine.settings import EngineSettings
 from services.engine.vllm import async_llm
@@ -74,7 +74,7 @@ async def measure(rounds: int) -> AsyncIterator[Result]:
 
 async def _backend_figures(surface: AsyncLlmSurface, rounds: int) -> AsyncIterator[Result]:
     engine = surface.engine
-    backend = VllmBackend(ReplicaSpec("r", Role.HYBRID, "vllm-inproc"), surface, MonotonicClock())
+    backend = GuardedBackend(ReplicaSpec("r", Role.HYBRID, "vllm-inproc"), surface, MonotonicClock())
     await backend.probe()
     both = [WEIGHTS, KV_CACHE]
 
@@ -106,7 +106,7 @@ async def _backend_figures(surface: AsyncLlmSurface, rounds: int) -> AsyncIterat
 async def _controller_figures(surface: AsyncLlmSurface, rounds: int) -> AsyncIterator[Result]:
     engine = surface.engine
 
-    class Kept(VllmBackend):
+    class Kept(GuardedBackend):
         """The bench's engine outlives the controller."""
 
         async def close(self) -> None:
@@ -145,7 +145,7 @@ async def _controller_figures(surface: AsyncLlmSurface, rounds: int) -> AsyncIte
             yield Result(f"vllm_controller_{name}", "ms", _median_ms(ours[name]), _median_ms(direct[name]))
 
         plain, through, below = Rates(), Rates(), Rates()
-        backend = VllmBackend(ReplicaSpec("r", Role.HYBRID, "vllm-inproc"), surface, MonotonicClock())
+        backend = GuardedBackend(ReplicaSpec("r", Role.HYBRID, "vllm-inproc"), surface, MonotonicClock())
         await backend.probe()
         for number in range(rounds):
             ways = [
@@ -212,7 +212,7 @@ async def _generate_directly(engine: Any, prefix: str) -> None:
     await asyncio.gather(*(one(number) for number in range(STREAMS)))
 
 
-async def _generate_below(backend: VllmBackend, prefix: str) -> None:
+async def _generate_below(backend: GuardedBackend, prefix: str) -> None:
     async def one(number: int) -> None:
         request = EngineRequest(
             f"{prefix}-{number}",

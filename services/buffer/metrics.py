@@ -1,50 +1,20 @@
-"""Prometheus metrics of the buffer, computed when they are asked for.
-
-Invariant: the domain is read on the event loop that owns it, never from the thread that serves the metrics.
-"""
-
-import asyncio
-import threading
-from collections.abc import Iterator
+"""Prometheus metrics of the buffer, computed when they are asked for."""
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
-from prometheus_client.registry import Collector
 
 from services.buffer.desk import Desk
-
-# Wall seconds to wait for the event loop; a scrape that takes longer is better lost.
-_TIMEOUT_S = 5.0
+from services.runtime.loop_collector import LoopCollector
 
 
-class BufferMetrics(Collector):
+class BufferMetrics(LoopCollector):
     """Depth, parked calls, evictions and refill credits of every run."""
 
     def __init__(self, desk: Desk) -> None:
+        super().__init__()
         self._desk = desk
-        self._loop = asyncio.get_running_loop()
-        self._thread = threading.get_ident()
 
-    def describe(self) -> list[Metric]:
-        """Nothing: registering must not compute the metrics."""
-        return []
-
-    def collect(self) -> Iterator[Metric]:
-        """The metrics as they are now."""
-        if threading.get_ident() == self._thread:
-            yield from self._read()
-            return
-
-        async def read() -> list[Metric]:
-            return self._read()
-
-        try:
-            yield from asyncio.run_coroutine_threadsafe(read(), self._loop).result(_TIMEOUT_S)
-        except (TimeoutError, RuntimeError):
-            # The loop is stuck or closed: no metrics are better than a scrape that hangs.
-            return
-
-    def _read(self) -> list[Metric]:
+    def read(self) -> list[Metric]:
         where = ["run_id", "partition"]
         groups = GaugeMetricFamily("turnout_buffer_groups", "Groups present, by state.", labels=[*where, "state"])
         depth = GaugeMetricFamily("turnout_buffer_sampleable", "Groups that Sample could hand out.", labels=where)

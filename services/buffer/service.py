@@ -15,6 +15,7 @@ from services.runtime.clock import Clock
 from services.runtime.errors import TurnoutError
 from services.runtime.host import Build, HostContext, HostedService, ServiceHost, StartError
 from services.runtime.journal import Durability, JournalOptions
+from services.runtime.journal.metrics import JournalMetrics
 from turnout.buffer.v1 import buffer_pb2_grpc
 
 NAME = "buffer"
@@ -55,6 +56,7 @@ class BufferService(HostedService):
             except (TurnoutError, OSError) as error:
                 raise StartError(str(error)) from error
             if self.desk.journal is not None:
+                self._context.metrics.register(JournalMetrics(lambda: self.desk.journal))
                 self._context.tasks.supervise("buffer journal", self.keeper.watch)
                 self._context.tasks.supervise("buffer compaction", self.keeper.compact)
                 self._context.tasks.supervise("buffer reserve", self.keeper.reserve)

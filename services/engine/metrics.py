@@ -1,77 +1,81 @@
-"""Prometheus metrics of the engine controller, computed when they are asked for.
-
-Invariant: the fleet is read on the event loop that owns it, never from the thread that serves the metrics.
-"""
+"""Prometheus metrics of the engine controller, computed when they are asked for."""
 
 from __future__ import annotations
 
-import asyncio
-import threading
 from collections.abc import Iterator
-from typing import Final
 
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, SummaryMetricFamily
 from prometheus_client.metrics_core import Metric
-from prometheus_client.registry import Collector
 
 from services.engine.controller import Controller
-from services.engine.domain.spec import Health
+from services.engine.slot import Slot
+from services.runtime.loop_collector import LoopCollector
 
-TIMEOUT_S: Final = 5.0
-"""Wall seconds to wait for the event loop; a scrape that takes longer is better lost."""
+_REPLICA = ("replica_id", "role")
 
 
-class EngineMetrics(Collector):
-    """Route, health, versions, memory and load of every replica."""
+class EngineMetrics(LoopCollector):
+    """State, load, commands and deaths of every replica that is registered."""
 
     def __init__(self, controller: Controller) -> None:
+        super().__init__()
         self._controller = controller
-        self._loop = asyncio.get_running_loop()
-        self._thread = threading.get_ident()
 
-    def describe(self) -> list[Metric]:
-        """Nothing: registering must not compute the metrics."""
-        return []
-
-    def collect(self) -> Iterator[Metric]:
-        """The metrics as they are now."""
-        if threading.get_ident() == self._thread:
-            yield from self._read()
-            return
-
-        async def read() -> list[Metric]:
-            return self._read()
-
-        try:
-            yield from asyncio.run_coroutine_threadsafe(read(), self._loop).result(TIMEOUT_S)
-        except (TimeoutError, RuntimeError):
-            # The loop is stuck or closed: no metrics are better than a scrape that hangs.
-            return
-
-    def _read(self) -> list[Metric]:
-        where = ["replica_id", "role"]
-        route = GaugeMetricFamily("turnout_engine_route", "1 for the present route.", labels=[*where, "route"])
-        healthy = GaugeMetricFamily("turnout_engine_healthy", "1 if the engine answers.", labels=where)
-        version = GaugeMetricFamily("turnout_engine_weight_version", "Version of the base weights.", labels=where)
-        requests = GaugeMetricFamily(
-            "turnout_engine_requests", "Requests placed, by whether they run.", labels=[*where, "state"]
-        )
-        memory = GaugeMetricFamily("turnout_engine_memory_bytes", "Bytes held on devices.", labels=where)
+    def read(self) -> list[Metric]:
         sinks = GaugeMetricFamily(
             "turnout_engine_route_sink_current", "1 if it took the present routes.", labels=["sink"]
         )
         for name, current in self._controller.publisher.current.items():
             sinks.add_metric([name], current)
-        fleet = self._controller.fleet
-        for slot in fleet.all:
-            replica = slot.replica
-            labels = [slot.replica_id, replica.spec.role.value]
-            running = len(slot.forwards)
+        slots = self._controller.fleet.all
+        return [sinks, *self._states(slots), *self._loads(slots), *_commands(slots)]
+
+    @staticmethod
+    def _states(slots: list[Slot]) -> Iterator[Metric]:
+        route = GaugeMetricFamily("turnout_engine_route", "1 for the present route.", labels=[*_REPLICA, "route"])
+        health = GaugeMetricFamily("turnout_engine_health", "1 for the present health.", labels=[*_REPLICA, "health"])
+        weights = GaugeMetricFamily(
+            "turnout_engine_weights", "1 for what the weight memory holds.", labels=[*_REPLICA, "weights"]
+        )
+        level = GaugeMetricFamily("turnout_engine_sleep_level", "Sleep level, 0 while awake.", labels=_REPLICA)
+        version = GaugeMetricFamily("turnout_engine_weight_version", "Version of the base weights.", labels=_REPLICA)
+        deaths = CounterMetricFamily("turnout_engine_deaths", "Times the engine was found dead.", labels=_REPLICA)
+        for slot in slots:
+            replica, labels = slot.replica, _labels(slot)
             route.add_metric([*labels, replica.route.value], 1)
-            healthy.add_metric(labels, replica.health is Health.HEALTHY)
+            health.add_metric([*labels, replica.health.value], 1)
+            weights.add_metric([*labels, replica.weights.value], 1)
+            level.add_metric(labels, replica.state.sleep_level)
             version.add_metric(labels, replica.weight_version)
+            deaths.add_metric(labels, slot.tally.deaths)
+        yield from (route, health, weights, level, version, deaths)
+
+    def _loads(self, slots: list[Slot]) -> Iterator[Metric]:
+        requests = GaugeMetricFamily(
+            "turnout_engine_requests", "Requests placed, by whether they run.", labels=[*_REPLICA, "state"]
+        )
+        memory = GaugeMetricFamily("turnout_engine_memory_bytes", "Bytes held on devices.", labels=_REPLICA)
+        placement = self._controller.fleet.placement
+        for slot in slots:
+            labels, running = _labels(slot), len(slot.forwards)
             requests.add_metric([*labels, "running"], running)
-            requests.add_metric([*labels, "parked"], max(0, fleet.placement.load(slot.replica_id) - running))
-            if replica.state.memory_bytes is not None:
-                memory.add_metric(labels, replica.state.memory_bytes)
-        return [route, healthy, version, requests, memory, sinks]
+            requests.add_metric([*labels, "parked"], max(0, placement.load(slot.replica_id) - running))
+            if slot.replica.state.memory_bytes is not None:
+                memory.add_metric(labels, slot.replica.state.memory_bytes)
+        yield from (requests, memory)
+
+
+def _labels(slot: Slot) -> list[str]:
+    return [slot.replica_id, slot.replica.spec.role.value]
+
+
+def _commands(slots: list[Slot]) -> Iterator[Metric]:
+    where = [*_REPLICA, "command"]
+    seconds = SummaryMetricFamily("turnout_engine_command_seconds", "Wall seconds of engine commands.", labels=where)
+    failures = CounterMetricFamily("turnout_engine_command_failures", "Commands that failed.", labels=where)
+    for slot in slots:
+        for name, done in slot.tally.commands.items():
+            labels = [*_labels(slot), name]
+            seconds.add_metric(labels, done.count, done.seconds)
+            failures.add_metric(labels, done.failures)
+    yield from (seconds, failures)

@@ -3,6 +3,7 @@
 import grpc.aio
 
 from services.engine.controller import Controller
+from services.engine.discovery import replicas_of
 from services.engine.fleet import OpenBackend
 from services.engine.metrics import EngineMetrics
 from services.engine.servicer import EngineControllerServicer
@@ -12,6 +13,7 @@ from services.runtime.clock import Clock
 from services.runtime.errors import TurnoutError
 from services.runtime.host import Build, HostContext, HostedService, ServiceHost, StartError
 from services.runtime.journal import JournalOptions
+from services.runtime.journal.metrics import JournalMetrics
 from turnout.engine.v1 import engine_pb2_grpc
 
 NAME = "engine"
@@ -37,6 +39,7 @@ class EngineService(HostedService):
     async def start(self) -> None:
         """Go on with what is stored, and register the replicas of an agent. Raises StartError."""
         self._context.metrics.register(EngineMetrics(self.controller))
+        self._context.discovery.add(lambda: replicas_of(self.controller.fleet))
         past = None
         try:
             if self.keeper is not None:
@@ -45,6 +48,7 @@ class EngineService(HostedService):
         except (TurnoutError, OSError) as error:
             raise StartError(str(error)) from error
         if self.keeper is not None and self.keeper.keeps:
+            self._context.metrics.register(JournalMetrics(lambda: self.keeper.journal if self.keeper else None))
             self._context.tasks.supervise("engine journal", self.keeper.watch)
             self._context.tasks.supervise("engine compaction", self.keeper.compact)
 

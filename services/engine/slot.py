@@ -29,6 +29,7 @@ from services.engine.domain.calls import (
 from services.engine.domain.engine_state import EngineState
 from services.engine.domain.replica import Replica
 from services.engine.domain.spec import Health, Route
+from services.engine.tally import Tally
 from services.runtime.errors import Code, TurnoutError, aborted, deadline_exceeded, internal, unavailable
 from services.runtime.logs import get_logger
 
@@ -85,6 +86,7 @@ class Slot:
         self.forwards: set[Forward] = set()
         self.probe_wanted = asyncio.Event()
         self.shards: Shards = ()
+        self.tally = Tally()
         self._probe_timeout = probe_timeout
         self._changed = changed
         self._durable = durable
@@ -130,11 +132,13 @@ class Slot:
         probed = False
         for call in plan.calls:
             if isinstance(call, Drain):
-                await self._drain(deadline, probed)
+                with self.tally.command(call):
+                    await self._drain(deadline, probed)
             elif not isinstance(call, Resume) or self.replica.state.paused:
                 self.replica.attempted(call)
                 self.changed()
-                answer = await self.command(self._make(call, deadline.left), deadline)
+                with self.tally.command(call):
+                    answer = await self.command(self._make(call, deadline.left), deadline)
                 self._check_shards(call, answer.shards)
                 self.replica.applied(call)
                 probed = answer.state is not None or not isinstance(call, ResetCaches)
@@ -258,6 +262,7 @@ class Slot:
         if gone:
             if self.replica.health is not Health.DEAD:
                 _LOG.warning("replica died", replica_id=self.replica_id, reason=error.message)
+                self.tally.deaths += 1
             self.replica.mark_dead()
             if self._overdue is not None:
                 self._overdue.cancel()

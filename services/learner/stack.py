@@ -76,6 +76,8 @@ def engine_config(job: Job, role: str, model: Path, spool: Path) -> dict[str, An
             "max_num_seqs": job.batch_size * job.group_size,
             "kv_cache_memory_bytes": job.hybrid_kv_bytes if role == "hybrid" else job.standalone_kv_bytes,
             "gpu_memory_utilization": 0.1,
+            # Two engines of one seed would give the same answers to the same prompts.
+            "seed": job.seed + (0 if role == "hybrid" else OTHER_SEED),
         },
         "spool": str(spool),
     }

@@ -8,8 +8,9 @@ end when the service drains, after they have said NOT_SERVING.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Iterable
-from typing import Any
+from typing import Any, Final
 
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -19,15 +20,28 @@ from services.runtime.errors import not_found
 
 Response = health_pb2.HealthCheckResponse
 
+CLOCK: Final = "turnout-clock"
+"""Trailing metadata of Check: unix seconds of the service's clock."""
+
+VERSION: Final = "turnout-version"
+"""The same: version of the service."""
+
+METRICS: Final = "turnout-metrics"
+"""The same: where it serves its metrics, as HOST:PORT; absent if it does not."""
+
 
 class Health(health_pb2_grpc.HealthServicer):
     """The health of one server: "" stands for the whole, the other names for its services."""
+
+    SERVING = Response.SERVING
 
     def __init__(self, draining: Draining) -> None:
         self._draining = draining
         self._names = {""}
         self._serving = False
         self._changed = asyncio.Event()
+        self.facts: dict[str, str] = {}
+        """What Check tells beside the health, as trailing metadata."""
 
     def add(self, names: Iterable[str]) -> None:
         """Answer for these services too."""
@@ -52,6 +66,7 @@ class Health(health_pb2_grpc.HealthServicer):
         status = self.status(request.service)
         if status == Response.SERVICE_UNKNOWN:
             raise not_found("SERVICE_NOT_FOUND", "this server offers no such service", service=request.service)
+        context.set_trailing_metadata(((CLOCK, f"{time.time():.6f}"), *self.facts.items()))
         return Response(status=status)
 
     async def Watch(

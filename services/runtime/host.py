@@ -24,11 +24,13 @@ from prometheus_client import CollectorRegistry
 from services.runtime.addresses import Address, AddressError, check_free, parse_address
 from services.runtime.clock import Clock, MonotonicClock
 from services.runtime.config import ServiceSettings
+from services.runtime.discovery import Discovery
 from services.runtime.draining import Draining
 from services.runtime.errors import describe
 from services.runtime.guard import Guard, TokenLimits
 from services.runtime.handlers import Handlers, InFlight
-from services.runtime.health import Health
+from services.runtime.health import METRICS, VERSION, Health
+from services.runtime.identity import Identity, own_version
 from services.runtime.logs import get_logger
 from services.runtime.metrics import CallMetrics, LoopLag, MetricsServer, new_registry
 from services.runtime.tasks import Supervisor
@@ -51,6 +53,7 @@ class HostContext:
     draining: Draining
     tasks: Supervisor
     metrics: CollectorRegistry
+    discovery: Discovery
     set_serving: Callable[[bool], None]
     """Report that the service cannot be used for now (False), or can again: its health tells, calls still arrive."""
 
@@ -128,8 +131,11 @@ class ServiceHost:
             draining=draining,
             tasks=Supervisor(name=self.name, clock=self._clock),
             metrics=new_registry(),
+            discovery=Discovery(self.name),
             set_serving=self._health.set_serving,
         )
+        self._health.facts[VERSION] = own_version()
+        self.context.metrics.register(Identity(self.name, lambda: self._health.status("") == Health.SERVING))
         self._in_flight = InFlight()
         try:
             guard, self._tls = self._guard(), self._server_tls()
@@ -232,9 +238,9 @@ class ServiceHost:
                 raise AddressError(f"cannot listen on {address}") from error
             self._addresses.append(address.with_port(port))
         if self.settings.metrics_listen is not None:
-            self._metrics_server = MetricsServer(
-                parse_address(self.settings.metrics_listen), self.context.metrics, self._tls
-            )
+            address = parse_address(self.settings.metrics_listen)
+            self._metrics_server = MetricsServer(address, self.context.metrics, self.context.discovery, self._tls)
+            self._health.facts[METRICS] = str(self._metrics_server.address)
             self.context.tasks.supervise("event loop lag", LoopLag(self.context.metrics).loop)
 
 

@@ -10,10 +10,10 @@ import asyncio
 import ssl
 import time
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import accumulate
 from threading import Thread
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import CollectorRegistry, Histogram, PlatformCollector, ProcessCollector
@@ -24,8 +24,15 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from services.runtime.addresses import Address, AddressError, check_free
+from services.runtime.discovery import Discovery
 from services.runtime.tasks import Tick
 from services.runtime.tls import ServerTls
+
+if TYPE_CHECKING:
+    from wsgiref.types import StartResponse, WSGIEnvironment
+
+SD_PATH: Final = "/sd"
+"""Where the list for Prometheus' `http_sd_configs` is."""
 
 _SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 1200)
 """From a call in memory to a wait that is parked for a whole training step."""
@@ -130,9 +137,14 @@ class LoopLag:
 
 
 class MetricsServer:
-    """Serves a registry at http://HOST:PORT/metrics, over TLS at https://, from a thread of its own."""
+    """Serves a registry at http://HOST:PORT/metrics (https:// over TLS), and where else metrics are at /sd.
 
-    def __init__(self, address: Address, registry: CollectorRegistry, tls: ServerTls | None = None) -> None:
+    It runs in a thread of its own.
+    """
+
+    def __init__(
+        self, address: Address, registry: CollectorRegistry, discovery: Discovery, tls: ServerTls | None = None
+    ) -> None:
         check_free(address)
         self._server: WSGIServer
         self._thread: Thread
@@ -144,7 +156,25 @@ class MetricsServer:
         if tls is not None:
             _keep_fresh(self._server.socket, tls)
         scheme = "http" if tls is None else "https"
-        self.url = f"{scheme}://{address.with_port(self._server.server_port)}/metrics"
+        self.address = address.with_port(self._server.server_port)
+        self.url = f"{scheme}://{self.address}/metrics"
+        metrics = self._server.get_app()
+        assert metrics is not None
+
+        def app(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+            if environ.get("PATH_INFO") != SD_PATH:
+                return metrics(environ, start_response)
+            try:
+                # Whoever asks reached us under a name that works for it, which a wildcard address is not.
+                content = discovery.as_json(environ.get("HTTP_HOST") or str(self.address))
+            except (TimeoutError, RuntimeError):
+                # With an error Prometheus keeps the targets that it had.
+                start_response("503 Service Unavailable", [("Content-Type", "text/plain")])
+                return [b"the service does not answer now\n"]
+            start_response("200 OK", [("Content-Type", "application/json")])
+            return [content]
+
+        self._server.set_app(app)
 
     def close(self) -> None:
         """Stop serving and release the port."""

@@ -79,6 +79,11 @@ class Registry:
         self._check()
         return [self._entries[run_id].hosted for run_id in sorted(self._entries)]
 
+    @property
+    def present(self) -> list[HostedRun]:
+        """The same for who only looks: none while what is stored is read again."""
+        return [entry.hosted for entry in self._entries.values()]
+
     def _check(self) -> None:
         if self._suspended is not None:
             error = self._suspended
@@ -164,6 +169,7 @@ class Registry:
     def go_on(self) -> None:
         """Take calls, and go on with those that an earlier process was working on."""
         self._suspended = None
+        self._metrics.keep(self._entries)
         for entry in self._entries.values():
             hosted, undertaking = entry.hosted, entry.hosted.undertaking
             if undertaking is None or not hosted.run.is_open or undertaking.key not in hosted.run.order.expected():
@@ -207,6 +213,7 @@ class Registry:
         closed = [known for known, other in self._entries.items() if not other.hosted.run.is_open]
         for forgotten in closed[:-_CLOSED_KEPT]:
             del self._entries[forgotten]
+            self._metrics.forget(forgotten)
             self.checkpoints.forget(forgotten)
             self._tools.keeping.forget(forgotten)
         await entry.hosted.durable()

@@ -13,12 +13,14 @@ from services.runtime.clock import Clock
 from services.runtime.errors import TurnoutError
 from services.runtime.host import Build, HostContext, HostedService, ServiceHost, StartError
 from services.runtime.journal import JournalOptions
+from services.runtime.journal.metrics import JournalMetrics
 from services.scheduler import policies
+from services.scheduler.discovery import peers_of
 from services.scheduler.domain.config import PolicyFactory
 from services.scheduler.domain.holdings import Holdings
 from services.scheduler.hosted import Tools
 from services.scheduler.links import Links
-from services.scheduler.metrics import SchedulerMetrics
+from services.scheduler.metrics import RunStates, SchedulerMetrics
 from services.scheduler.registry import Registry
 from services.scheduler.servicer import SchedulerServicer
 from services.scheduler.settings import SchedulerSettings
@@ -39,7 +41,7 @@ class SchedulerService(HostedService):
         self._links = Links(settings.peer_security())
         self.registry = Registry(tools, self._links, create, SchedulerMetrics(context.metrics))
         self.keeper: Keeper | None = None
-        self._tasks = context.tasks
+        self._context = context
         if settings.data_dir is not None:
             options = JournalOptions(durability=settings.level)
             self.keeper = Keeper(tools, self.registry, create, settings.data_dir, options, context.set_serving)
@@ -51,14 +53,18 @@ class SchedulerService(HostedService):
 
     async def start(self) -> None:
         """Load what is stored, and go on with it. Raises StartError."""
+        context = self._context
+        context.metrics.register(RunStates(lambda: [hosted.run for hosted in self.registry.present], context.clock))
+        context.discovery.add(lambda: peers_of(self.registry.present, self._links))
         if self.keeper is not None:
             try:
                 await self.keeper.open()
             except (TurnoutError, OSError) as error:
                 raise StartError(str(error)) from error
             if self.keeper.journal is not None:
-                self._tasks.supervise("scheduler journal", self.keeper.watch)
-                self._tasks.supervise("scheduler compaction", self.keeper.compact)
+                context.metrics.register(JournalMetrics(lambda: self.keeper.journal if self.keeper else None))
+                context.tasks.supervise("scheduler journal", self.keeper.watch)
+                context.tasks.supervise("scheduler compaction", self.keeper.compact)
         self.registry.go_on()
 
     async def drain(self) -> None:

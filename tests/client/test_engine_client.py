@@ -76,6 +76,7 @@ async def test_output_that_came_before_a_cut_stays_and_the_rest_is_asked_for() -
     ]
     assert len({request.request_id for request in asked}) == 4
     # Sampling goes on as it began, though the controller derives the seed from the id.
+    assert all(request.sampling.seed_is_default for request in asked)
     assert {request.sampling.seed for request in asked} == {google_crc32c.value(asked[0].request_id.encode())}
     assert {request.max_tokens for request in asked} == {9}
 

@@ -17,10 +17,13 @@ import pytest
 ROOT: Final = Path(__file__).parents[2]
 GO: Final = ROOT / "clients" / "go"
 TYPESCRIPT: Final = ROOT / "clients" / "typescript"
+CPP: Final = ROOT / "clients" / "cpp"
 GO_PACKAGES: Final = Path("/usr/share/gocode")
 """Where Debian keeps the sources of Go packages."""
 
 BUILD_S: Final = 240
+CPP_BUILD_S: Final = 900
+"""The stubs in C++ take a minute of processor time."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,8 @@ def need(language: str) -> None:
         missing = [name for name in ("go",) if shutil.which(name) is None]
         if not (GO_PACKAGES / "src/google.golang.org/grpc").is_dir():
             missing.append("golang-google-grpc-dev")
+    elif language == "cpp":
+        missing = [name for name in ("cmake", "protoc", "grpc_cpp_plugin", "pkg-config") if shutil.which(name) is None]
     else:
         missing = [name for name in ("node",) if shutil.which(name) is None]
         if not (TYPESCRIPT / "node_modules/.bin/tsc").exists():
@@ -72,6 +77,19 @@ def build(language: str) -> Built:
     run(["node_modules/.bin/tsc", "-p", "."], TYPESCRIPT, {})
     tests = sorted(str(path) for path in (TYPESCRIPT / "dist/test").glob("*.test.js"))
     return Built(("node", "dist/example/main.js"), ("node", "--test", "--test-timeout=60000", *tests), TYPESCRIPT, {})
+
+
+@cache
+def build_smoke() -> Path:
+    """Build the stubs and the smoke program in C++, and return the program."""
+    need("cpp")
+    from google.rpc import error_details_pb2
+
+    googleapis = Path(error_details_pb2.__file__).parents[2]
+    out = CPP / "build"
+    run(["cmake", "-S", str(CPP), "-B", str(out), f"-DGOOGLEAPIS={googleapis}"], ROOT, {})
+    run(["cmake", "--build", str(out)], ROOT, {}, timeout=CPP_BUILD_S)
+    return out / "smoke"
 
 
 def run(command: Sequence[str], cwd: Path, environment: dict[str, str], timeout: float = BUILD_S) -> str:

@@ -9,8 +9,8 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from services.engine.domain.requests import Finish
-from services.engine.vllm.surface import Draw, Tokens
-from tests.vllm.fake import FakeSurface
+from services.engine.guarded.surface import Draw, Tokens
+from tests.engine.guarded.fake import FakeSurface
 
 STARTER = "tests.cluster.engines:start"
 BROKEN = "tests.cluster.engines:start_nothing"

@@ -14,12 +14,12 @@ import pytest
 
 from services.engine.backends import vllm_ray
 from services.engine.backends.base import EngineRequest
-from services.engine.backends.vllm import VllmBackend
 from services.engine.cluster.actors import Cluster
 from services.engine.cluster.surface import PLACE_S
 from services.engine.domain.requests import Finish, Sampling
 from services.engine.domain.spec import KV_CACHE, WEIGHTS, PauseMode, ReplicaSpec, Role
 from services.engine.domain.tokens import Stretches
+from services.engine.guarded.backend import GuardedBackend
 from services.runtime.clock import MonotonicClock
 from services.runtime.errors import TurnoutError
 from tests.cluster.engines import BROKEN, STARTER
@@ -43,13 +43,13 @@ def config(tmp_path: Path) -> Path:
     return path
 
 
-async def opened(name: str, address: str, tmp_path: Path, starter: str = STARTER, **options: str) -> VllmBackend:
+async def opened(name: str, address: str, tmp_path: Path, starter: str = STARTER, **options: str) -> GuardedBackend:
     spec = ReplicaSpec("r", Role.HYBRID, "vllm-ray", name, options=options)
     return await vllm_ray.open_backend(spec, config(tmp_path), Cluster(address), MonotonicClock(), starter)
 
 
 @contextlib.asynccontextmanager
-async def started(name: str, address: str, tmp_path: Path, **options: str) -> AsyncIterator[VllmBackend]:
+async def started(name: str, address: str, tmp_path: Path, **options: str) -> AsyncIterator[GuardedBackend]:
     backend = await opened(name, address, tmp_path, start="true", **options)
     try:
         yield backend
@@ -67,7 +67,7 @@ def request(max_tokens: int) -> EngineRequest:
     return EngineRequest("a", [1], Stretches(), max_tokens, Sampling(logprobs=True), delta_tokens=1)
 
 
-async def rpc(backend: VllmBackend, method: str, timeout: float = WAIT) -> Any:
+async def rpc(backend: GuardedBackend, method: str, timeout: float = WAIT) -> Any:
     (shard,) = (await backend.collective_rpc(method, "", None, timeout)).shards
     return shard.result_json
 

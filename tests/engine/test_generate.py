@@ -345,4 +345,4 @@ async def test_metrics_tell_routes_and_load() -> None:
         labels = 'replica_id="s0",role="standalone"'
         assert f'turnout_engine_route{{{labels},route="serving"}} 1.0' in lines
         assert f'turnout_engine_requests{{{labels},state="running"}} 2.0' in lines
-        assert f"turnout_engine_healthy{{{labels}}} 1.0" in lines
+        assert f'turnout_engine_health{{health="healthy",{labels}}} 1.0' in lines

@@ -10,14 +10,14 @@ import httpx
 import pytest
 
 from services.engine.backends.base import EngineRequest
-from services.engine.backends.vllm import VllmBackend
 from services.engine.domain.engine_state import NATIVE_RELEASE
 from services.engine.domain.requests import Finish, Sampling
 from services.engine.domain.spec import ALL_CACHES, KV_CACHE, WEIGHTS, PauseMode, ReplicaSpec, Role, Weights
 from services.engine.domain.tokens import Stretches
+from services.engine.guarded.backend import GuardedBackend
+from services.engine.guarded.surface import Draw
 from services.engine.sglang.http import CUDA_GRAPH, SglangSurface, connect, wire_id
 from services.engine.sglang.note import Note, read_note
-from services.engine.vllm.surface import Draw
 from services.runtime.clock import MonotonicClock
 from services.runtime.errors import TurnoutError
 from tests.sglang.server import SglangServer, chunk
@@ -40,9 +40,9 @@ async def surface_of(server: SglangServer) -> SglangSurface:
 
 
 @asynccontextmanager
-async def backend_of(server: SglangServer, weights_loaded: bool = True) -> AsyncIterator[VllmBackend]:
+async def backend_of(server: SglangServer, weights_loaded: bool = True) -> AsyncIterator[GuardedBackend]:
     spec = ReplicaSpec("r", Role.HYBRID, "sglang-http", "http://engine", weights_loaded=weights_loaded)
-    backend = VllmBackend(spec, await surface_of(server), MonotonicClock())
+    backend = GuardedBackend(spec, await surface_of(server), MonotonicClock())
     try:
         await backend.probe()
         yield backend

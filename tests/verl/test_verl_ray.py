@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from services.engine.backends.base import EngineRequest
-from services.engine.backends.vllm import VllmBackend
 from services.engine.cluster.verl import ENGINE_CALLS, METHODS, VerlSurface
 from services.engine.domain.engine_state import NATIVE_RELEASE
 from services.engine.domain.requests import Finish, Sampling
 from services.engine.domain.spec import ALL_CACHES, KV_CACHE, WEIGHTS, PauseMode, ReplicaSpec, Role, Weights
 from services.engine.domain.tokens import Stretches
+from services.engine.guarded.backend import GuardedBackend
 from services.runtime.clock import MonotonicClock
 from services.runtime.errors import TurnoutError
 from tests.verl.balancer import CONTRACT
@@ -33,10 +33,10 @@ def refused(reason: str) -> Iterator[None]:
     assert caught.value.reason == reason, caught.value
 
 
-async def backend_of(server: VerlServer) -> VllmBackend:
+async def backend_of(server: VerlServer) -> GuardedBackend:
     surface = VerlSurface(ServerActor(server).as_actor())
     await surface.find_out()
-    backend = VllmBackend(ReplicaSpec("r", Role.HYBRID, "verl-ray", "vllm_server_0_0"), surface, MonotonicClock())
+    backend = GuardedBackend(ReplicaSpec("r", Role.HYBRID, "verl-ray", "vllm_server_0_0"), surface, MonotonicClock())
     await backend.probe()
     return backend
 

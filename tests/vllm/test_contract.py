@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from services.engine.vllm import surface as calls
+from services.engine.guarded import surface as calls
 from services.engine.vllm.async_llm import METHODS
 
 RECORDS = Path(__file__).parent / "signatures"

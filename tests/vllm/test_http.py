@@ -10,9 +10,9 @@ import httpx
 import pytest
 
 from services.engine.domain.requests import Finish
-from services.engine.vllm import surface as calls
+from services.engine.guarded import surface as calls
+from services.engine.guarded.surface import Draw, Tokens
 from services.engine.vllm.http import HttpSurface, connect
-from services.engine.vllm.surface import Draw, Tokens
 from services.runtime.errors import TurnoutError
 
 DRAW = Draw(10, 1.0, 1.0, 0, 7, (), True)
@@ -217,6 +217,7 @@ async def test_an_answer_that_carries_an_error_is_no_success() -> None:
         (400, "ENGINE_REFUSED"),
         (422, "ENGINE_REFUSED"),
         (404, "NOT_OFFERED"),
+        (401, "ENGINE_KEY_NEEDED"),
     ],
 )
 async def test_statuses_have_their_meaning(status: int, expected: str) -> None:
@@ -302,6 +303,7 @@ async def test_a_request_aborted_before_its_first_token_is_aborted() -> None:
         (stream({"error": {"message": "out of memory"}}), "ENGINE_FAILED"),
         (stream(choice([1, 2], [-0.5])), "ENGINE_FAILED"),
         (stream(choice([1], [-0.5], "error")), "ENGINE_FAILED"),
+        (stream(choice([1], [-0.5])), "ENGINE_ENDED_STREAM"),
         (lambda _: httpx.Response(400, text="too long"), "ENGINE_REFUSED"),
         (lambda _: httpx.Response(503, text="paused"), "ENGINE_BUSY"),
     ],

@@ -22,6 +22,7 @@ from services.engine.wire.enums import CACHES, LEVELS, OUTCOME_KINDS, PAUSE_MODE
 from services.engine.wire.operations import read_failure, read_shards, write_duration
 from services.engine.wire.replicas import read_state
 from services.engine.wire.requests import read_output, write_engine_request
+from services.runtime.discovery import metrics_address
 from services.runtime.errors import TurnoutError, invalid_argument, not_found
 from services.runtime.peers import open_peer
 from services.runtime.statuses import from_rpc_error
@@ -41,6 +42,7 @@ class Agent:
 
     def __init__(self, target: str, security: Security) -> None:
         self.users = 0
+        self._target = target
         self._control, self._data = open_peer(target, security), open_peer(target, security)
         self.control = engine_pb2_grpc.EngineControllerStub(self._control.stubs)
         self.data = engine_pb2_grpc.EngineControllerStub(self._data.stubs)
@@ -62,6 +64,10 @@ class Agent:
         self._reading = None
         if not reading.cancelled():
             reading.exception()
+
+    async def metrics_address(self) -> str | None:
+        """Where it serves metrics for others, HOST:PORT; None if it does not say."""
+        return await metrics_address(self._control.stubs, self._target)
 
     async def close(self) -> None:
         """Close the channels."""
@@ -107,6 +113,10 @@ class AgentBackend:
         self._release = release
         self._update_id = ""
         self._open_update = ""
+
+    async def metrics_address(self) -> str | None:
+        """Where its agent serves metrics for others, HOST:PORT; None if it does not say."""
+        return await self._agent.metrics_address()
 
     @property
     def _run_id(self) -> str:

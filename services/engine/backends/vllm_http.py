@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from urllib.parse import urlsplit
 
-from services.engine.backends.vllm import VllmBackend
 from services.engine.domain.spec import ReplicaSpec
+from services.engine.guarded.backend import GuardedBackend
 from services.engine.vllm import http
 from services.runtime.clock import Clock
 from services.runtime.errors import invalid_argument
 
 
-async def open_backend(spec: ReplicaSpec, clock: Clock) -> VllmBackend:
+async def open_backend(spec: ReplicaSpec, clock: Clock) -> GuardedBackend:
     """Connect to the server that `spec.endpoint` names, an http or https URL."""
     parts = urlsplit(spec.endpoint)
     if parts.scheme not in ("http", "https") or not parts.netloc:
@@ -20,7 +20,7 @@ async def open_backend(spec: ReplicaSpec, clock: Clock) -> VllmBackend:
         )
     surface = await http.connect(spec.endpoint)
     try:
-        return VllmBackend(spec, surface, clock)
+        return GuardedBackend(spec, surface, clock)
     except BaseException:
         await surface.close()
         raise

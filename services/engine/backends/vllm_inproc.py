@@ -5,15 +5,15 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
-from services.engine.backends.vllm import VllmBackend
 from services.engine.domain.spec import ReplicaSpec
+from services.engine.guarded.backend import GuardedBackend
 from services.engine.vllm import async_llm
 from services.engine.vllm.config import VllmConfig
 from services.runtime.clock import Clock
 from services.runtime.errors import failed_precondition, invalid_argument
 
 
-async def open_backend(spec: ReplicaSpec, path: Path | None, clock: Clock) -> VllmBackend:
+async def open_backend(spec: ReplicaSpec, path: Path | None, clock: Clock) -> GuardedBackend:
     """Start an engine from a YAML file; the caller names the replica, whoever started the service the model."""
     if path is None:
         raise failed_precondition("NOT_CONFIGURED", "this service was started without vllm_config")
@@ -27,7 +27,7 @@ async def open_backend(spec: ReplicaSpec, path: Path | None, clock: Clock) -> Vl
         raise failed_precondition("BAD_VLLM_CONFIG", str(error)) from error
     surface = await async_llm.start(config)
     try:
-        return VllmBackend(spec, surface, clock, None if config.spool is None else str(config.spool))
+        return GuardedBackend(spec, surface, clock, None if config.spool is None else str(config.spool))
     except BaseException:
         await surface.close()
         raise

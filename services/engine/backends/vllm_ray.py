@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from services.engine.backends.vllm import VllmBackend
 from services.engine.cluster.actors import Cluster
 from services.engine.cluster.host import STARTER
 from services.engine.cluster.surface import Placing, attach
 from services.engine.domain.spec import ReplicaSpec
+from services.engine.guarded.backend import GuardedBackend
 from services.engine.vllm.config import VllmConfig
 from services.runtime.clock import Clock
 from services.runtime.errors import failed_precondition, invalid_argument
@@ -22,11 +22,11 @@ OPTIONS: Final = frozenset({"start", "node", "num_gpus", "num_cpus"})
 
 async def open_backend(
     spec: ReplicaSpec, path: Path | None, cluster: Cluster, clock: Clock, starter: str = STARTER
-) -> VllmBackend:
+) -> GuardedBackend:
     """Attach to the actor that `spec.endpoint` names, as NAME or NAMESPACE/NAME."""
     placing = _placing(spec, path, starter)
     surface = await attach(cluster, spec.endpoint, placing)
-    return VllmBackend(spec, surface, clock)
+    return GuardedBackend(spec, surface, clock)
 
 
 def _placing(spec: ReplicaSpec, path: Path | None, starter: str) -> Placing | None:

@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from typing import Any, Final
 
-from services.engine.vllm.surface import Draw, Surface, Tokens
+from services.engine.guarded.surface import Draw, Surface, Tokens
 from services.runtime.errors import Code, TurnoutError, aborted, describe
 
 STARTER: Final = "services.engine.cluster.starters:start_vllm"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from services.engine.guarded.surface import Surface
 from services.engine.vllm import async_llm
 from services.engine.vllm.config import VllmConfig
-from services.engine.vllm.surface import Surface
 
 
 async def start_vllm(configuration: dict[str, Any]) -> Surface:

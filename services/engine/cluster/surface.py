@@ -15,8 +15,8 @@ from typing import Any, Final, cast
 
 from services.engine.cluster.actors import Actor, Cluster
 from services.engine.cluster.host import STARTER, EngineHost, error_of
-from services.engine.vllm import surface as calls
-from services.engine.vllm.surface import Draw, Reading, Tokens
+from services.engine.guarded import surface as calls
+from services.engine.guarded.surface import Draw, Reading, Tokens
 from services.runtime.errors import TurnoutError, failed_precondition, unavailable
 
 CHECK_S: Final = 0.5

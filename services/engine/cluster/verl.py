@@ -21,9 +21,9 @@ from services.engine.backends.base import engine_dead
 from services.engine.cluster.actors import Actor
 from services.engine.domain.requests import Finish
 from services.engine.domain.spec import WEIGHTS
-from services.engine.vllm import surface as calls
-from services.engine.vllm.residency import TAGS
-from services.engine.vllm.surface import Draw, Reading, Tokens
+from services.engine.guarded import surface as calls
+from services.engine.guarded.residency import TAGS
+from services.engine.guarded.surface import Draw, Reading, Tokens
 from services.runtime.errors import TurnoutError, aborted, describe, failed_precondition
 
 CHECK_S: Final = 0.5

@@ -42,12 +42,13 @@ class JoinKey:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How tokens are drawn."""
+    """How tokens are drawn. `seed_is_default`: nobody asked for the seed, so an engine may draw as it likes."""
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     seed: int = 0
+    seed_is_default: bool = False
     stop_token_ids: tuple[int, ...] = ()
     logprobs: bool = False
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from http import HTTPStatus
 from typing import Any, Final
@@ -22,27 +22,15 @@ import httpx
 from services.engine.backends.base import engine_dead
 from services.engine.domain.requests import Finish
 from services.engine.domain.spec import KV_CACHE, WEIGHTS
+from services.engine.guarded import surface as calls
+from services.engine.guarded.http import HttpServer, read_object
+from services.engine.guarded.surface import Draw, Reading, Tokens
 from services.engine.sglang.note import Note, read_note
-from services.engine.vllm import surface as calls
-from services.engine.vllm.surface import Draw, Reading, Tokens
-from services.runtime.errors import (
-    TurnoutError,
-    aborted,
-    deadline_exceeded,
-    failed_precondition,
-    invalid_argument,
-    unavailable,
-)
+from services.runtime.errors import TurnoutError, aborted, failed_precondition, invalid_argument
 
 CUDA_GRAPH: Final = "cuda_graph"
 TAGS: Final = frozenset({WEIGHTS, KV_CACHE, CUDA_GRAPH})
 """The memory that SGLang manages; `cuda_graph` frees nothing where the server was not started to."""
-
-CHECK_S: Final = 0.5
-"""Wall seconds for a sign of life while a call is under way; the front end gives it at once."""
-
-READ_S: Final = 10.0
-"""Wall seconds for reads; whoever asks usually gives up before."""
 
 FLUSH_S: Final = 5.0
 """Seconds that a paused server has to come to rest: an iteration of the scheduler, and its results."""
@@ -99,7 +87,8 @@ class SglangSurface:
     """It judges token ids by itself."""
 
     def __init__(self, url: str, transport: httpx.AsyncBaseTransport | None = None) -> None:
-        self.url = url.rstrip("/")
+        self._server = HttpServer(url, transport, check=self.check, judges="/generate")
+        self.url = self._server.url
         self.offers: frozenset[str] = frozenset()
         self.longest: int | None = None
         self.text_only = False
@@ -110,16 +99,6 @@ class SglangSurface:
         self._note = Note()
         self._in_change = False
         self._writes = self._writing = 0
-        self._control = httpx.AsyncClient(
-            base_url=self.url, transport=transport, timeout=httpx.Timeout(READ_S, read=None), trust_env=False
-        )
-        self._data = httpx.AsyncClient(
-            base_url=self.url,
-            transport=transport,
-            timeout=httpx.Timeout(READ_S, read=None, pool=None),
-            limits=httpx.Limits(max_connections=None),
-            trust_env=False,
-        )
 
     async def find_out(self) -> None:
         """Ask the server what it is and has."""
@@ -154,14 +133,8 @@ class SglangSurface:
     # ---------------------------------------------------------------------------------------------------------- reads
 
     async def check(self) -> None:
-        try:
-            await self._control.get("/model_info", timeout=CHECK_S)
-        except httpx.TimeoutException:
-            # A process that hangs is not a dead one: the deadline of the call decides.
-            return
-        except httpx.TransportError as error:
-            # The front end ends with its scheduler.
-            raise engine_dead(f"{self.url} does not answer: {type(error).__name__}") from error
+        # The front end ends with its scheduler.
+        await self._server.sign_of_life("/model_info")
 
     async def unfinished(self) -> int:
         told = await self._get("/v1/loads", include="core")
@@ -250,13 +223,13 @@ class SglangSurface:
         return True
 
     async def reset_mm_cache(self) -> None:
-        raise self._not_offered("it cannot reset its multimodal cache")
+        raise self._server.not_offered("it cannot reset its multimodal cache")
 
     async def reset_encoder_cache(self) -> None:
-        raise self._not_offered("it cannot reset its encoder cache")
+        raise self._server.not_offered("it cannot reset its encoder cache")
 
     async def collective_rpc(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-        raise self._not_offered("SGLang has no collective RPC")
+        raise self._server.not_offered("SGLang has no collective RPC")
 
     async def _settle(self) -> None:
         """Make sure that nothing runs any more."""
@@ -264,10 +237,10 @@ class SglangSurface:
             raise failed_precondition("NOT_DRAINED", f"requests of {self.url} have not come to rest")
 
     async def _flush(self, seconds: float) -> bool:
-        answer = await self._request(self._control.post("/flush_cache", params={"timeout": f"{seconds:g}"}))
+        answer = await self._server.request("POST", "/flush_cache", params={"timeout": f"{seconds:g}"})
         if answer.status_code == HTTPStatus.BAD_REQUEST:
             return False
-        self._require(answer)
+        await self._server.accept(answer)
         return True
 
     # --------------------------------------------------------------------------------------------------------- weights
@@ -332,25 +305,13 @@ class SglangSurface:
             "stream": True,
         }
         seen = 0
-        try:
-            async with self._data.stream("POST", "/generate", json=body) as answer:
-                if answer.status_code != HTTPStatus.OK:
-                    await answer.aread()
-                    raise self._refused(answer)
-                async for line in answer.aiter_lines():
-                    if not line.startswith("data:"):
-                        continue
-                    data = line.removeprefix("data:").strip()
-                    if data == "[DONE]":
-                        break
-                    tokens, seen = self._read_chunk(json.loads(data), seen, draw.logprobs)
-                    yield tokens
-                    if tokens.finish is not None:
-                        return
-        except httpx.TransportError as error:
-            await self.check()
-            raise unavailable("ENGINE_ENDED_STREAM", f"{self.url} cut a stream: {type(error).__name__}") from error
-        raise unavailable("ENGINE_ENDED_STREAM", f"{self.url} ended a stream without saying why")
+        async with aclosing(self._server.stream("/generate", body)) as chunks:
+            async for chunk in chunks:
+                tokens, seen = self._read_chunk(chunk, seen, draw.logprobs)
+                yield tokens
+                if tokens.finish is not None:
+                    return
+        raise self._server.ended_stream("ended a stream without saying why")
 
     def _read_chunk(self, chunk: Mapping[str, Any], seen: int, logprobs: bool) -> tuple[Tokens, int]:
         """The new tokens of a chunk, which has all so far, or the new ones where the server streams increments."""
@@ -378,8 +339,7 @@ class SglangSurface:
         return Tokens(ids, values, finish, int(meta.get("cached_tokens") or 0)), max(seen, total)
 
     async def close(self) -> None:
-        await self._control.aclose()
-        await self._data.aclose()
+        await self._server.close()
 
     # ---------------------------------------------------------------------------------------------------------- inside
 
@@ -409,55 +369,15 @@ class SglangSurface:
         return await self._get("/model_info")
 
     async def _has(self, route: str) -> bool:
-        answer = await self._request(self._control.options(route, timeout=READ_S))
-        return answer.status_code == HTTPStatus.METHOD_NOT_ALLOWED
+        return await self._server.has(route, by="OPTIONS")
 
     async def _get(self, path: str, **query: str) -> Mapping[str, Any]:
-        return self._require(await self._request(self._control.get(path, params=query, timeout=READ_S)))
+        return read_object(await self._server.get(path, query))
 
-    async def _post(self, path: str, body: Any) -> Mapping[str, Any]:
-        return self._require(await self._request(self._control.post(path, json=body)))
-
-    def _require(self, answer: httpx.Response) -> Mapping[str, Any]:
-        """The JSON object of an answer that is a success by its status and by what it says."""
-        if answer.status_code != HTTPStatus.OK:
-            raise self._refused(answer)
-        try:
-            told = answer.json()
-        except ValueError:
-            return {}
-        if not isinstance(told, dict):
-            return {}
-        if told.get("error") or told.get("success") is False:
-            raise aborted("ENGINE_FAILED", f"{self.url} failed: {str(told.get('error') or told.get('message'))[:300]}")
-        return told
-
-    async def _request(self, request: Any) -> httpx.Response:
-        try:
-            answer: httpx.Response = await request
-        except httpx.TimeoutException as error:
-            raise deadline_exceeded("ENGINE_UNRESPONSIVE", f"{self.url} does not answer in time") from error
-        except httpx.TransportError as error:
-            raise unavailable("ENGINE_UNREACHABLE", f"{self.url}: {type(error).__name__}") from error
-        return answer
-
-    def _refused(self, answer: httpx.Response) -> TurnoutError:
-        path = answer.request.url.path
-        told = f"{path} of {self.url} answered {answer.status_code}: {answer.text[:300]}"
-        match answer.status_code:
-            case HTTPStatus.SERVICE_UNAVAILABLE:
-                return unavailable("ENGINE_BUSY", told)
-            case HTTPStatus.NOT_FOUND | HTTPStatus.METHOD_NOT_ALLOWED:
-                return failed_precondition("NOT_OFFERED", told)
-            case HTTPStatus.UNAUTHORIZED | HTTPStatus.FORBIDDEN:
-                return failed_precondition("ENGINE_KEY_NEEDED", told)
-            case HTTPStatus.BAD_REQUEST | HTTPStatus.UNPROCESSABLE_ENTITY if path == "/generate":
-                return invalid_argument("request", told, reason="ENGINE_REFUSED")
-            case _:
-                return aborted("ENGINE_FAILED", told)
-
-    def _not_offered(self, why: str) -> TurnoutError:
-        return failed_precondition("NOT_OFFERED", f"{self.url}: {why}")
+    async def _post(self, path: str, body: Any) -> None:
+        told = read_object(await self._server.post(path, body=body))
+        if told.get("success") is False:
+            raise aborted("ENGINE_FAILED", f"{self.url} failed: {str(told.get('message'))[:300]}")
 
 
 def wire_id(request_id: str) -> str:

@@ -65,6 +65,11 @@ class Keeper:
         return past
 
     @property
+    def journal(self) -> Journal | None:
+        """The journal, once it is open."""
+        return self._journal
+
+    @property
     def keeps(self) -> bool:
         """Whether anything is kept at all."""
         return self._options.durability is not Durability.NONE

@@ -17,11 +17,11 @@ from typing import Any, Final, TypeVar
 
 from services.engine.backends.base import engine_dead
 from services.engine.domain.requests import Finish
-from services.engine.vllm import surface as calls
+from services.engine.guarded import surface as calls
+from services.engine.guarded.residency import TAGS
+from services.engine.guarded.surface import Draw, Reading, Tokens
 from services.engine.vllm.config import VllmConfig
 from services.engine.vllm.plugin import OWNER
-from services.engine.vllm.residency import TAGS
-from services.engine.vllm.surface import Draw, Reading, Tokens
 from services.runtime.errors import TurnoutError, aborted, describe, invalid_argument, unavailable
 
 T = TypeVar("T")

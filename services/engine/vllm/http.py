@@ -1,7 +1,6 @@
 """A running vLLM API server with its development routes (VLLM_SERVER_DEV_MODE=1), spoken to over HTTP.
 
-Invariants: every query name is one that the server reads, since it ignores others without a word; an answer counts by
-what it says and not by its status alone; control calls and requests have connections of their own; a route is offered
+Invariants: every query name is one that the server reads, since it ignores others without a word; a route is offered
 if a GET of it is refused for its method, which changes nothing. Others may use the server too: its counts come from its
 metrics, and what they did to its memory from the state of its last sleep.
 """
@@ -9,8 +8,8 @@ metrics, and what they did to its memory from the state of its last sleep.
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
 from http import HTTPStatus
 from typing import Any, Final
 
@@ -20,23 +19,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from services.engine.backends.base import engine_dead
 from services.engine.domain.requests import Finish
 from services.engine.domain.spec import KV_CACHE
-from services.engine.vllm import surface as calls
-from services.engine.vllm.residency import TAGS
-from services.engine.vllm.surface import Draw, Reading, Tokens
-from services.runtime.errors import (
-    TurnoutError,
-    aborted,
-    deadline_exceeded,
-    failed_precondition,
-    invalid_argument,
-    unavailable,
-)
-
-CHECK_S: Final = 0.5
-"""Wall seconds for /health while a call is under way; an API server that is alive answers it at once."""
-
-READ_S: Final = 10.0
-"""Wall seconds for reads; whoever asks usually gives up before."""
+from services.engine.guarded import surface as calls
+from services.engine.guarded.http import HttpServer, read_object
+from services.engine.guarded.residency import TAGS
+from services.engine.guarded.surface import Draw, Reading, Tokens
+from services.runtime.errors import TurnoutError, aborted, failed_precondition
 
 DESCRIBE_S: Final = 60.0
 """Wall seconds for /server_info, which starts programs to describe its machine when it is asked first."""
@@ -80,28 +67,18 @@ class HttpSurface:
     schedules_when_awake = True
 
     def __init__(self, url: str, transport: httpx.AsyncBaseTransport | None = None) -> None:
-        self.url = url.rstrip("/")
+        self._server = HttpServer(url, transport, check=self.check)
+        self.url = self._server.url
         self.offers: frozenset[str] = frozenset()
         self.vocabulary: int | None = None
         self.longest: int | None = None
         self.text_only = False
         self.incarnation = ""
         self._model = ""
-        # Commands end when the engine is done with them: whoever calls keeps the time.
-        self._control = httpx.AsyncClient(
-            base_url=self.url, transport=transport, timeout=httpx.Timeout(READ_S, read=None), trust_env=False
-        )
-        self._data = httpx.AsyncClient(
-            base_url=self.url,
-            transport=transport,
-            timeout=httpx.Timeout(READ_S, read=None, pool=None),
-            limits=httpx.Limits(max_connections=None),
-            trust_env=False,
-        )
 
     async def find_out(self) -> None:
         """Ask the server what it is and has."""
-        models = (await self._get("/v1/models")).json()["data"]
+        models = (await self._server.get("/v1/models")).json()["data"]
         if not models:
             raise failed_precondition("NO_MODEL", f"{self.url} serves no model")
         self._model = models[0]["id"]
@@ -143,8 +120,7 @@ class HttpSurface:
             offers -= {calls.WEIGHT_TRANSFER, calls.WEIGHT_FILES, calls.WEIGHT_SESSIONS}
 
     async def _server_config(self) -> Mapping[str, Any]:
-        query = {"config_format": "json"}
-        answer = await self._send(self._control.get("/server_info", params=query, timeout=DESCRIBE_S))
+        answer = await self._server.get("/server_info", {"config_format": "json"}, DESCRIBE_S)
         config = answer.json().get("vllm_config")
         return config if isinstance(config, dict) else {}
 
@@ -159,20 +135,12 @@ class HttpSurface:
             self.offers |= {calls.MEMORY}
 
     async def _has(self, route: str) -> bool:
-        answer = await self._request(self._control.get(route, timeout=READ_S))
-        return answer.status_code == HTTPStatus.METHOD_NOT_ALLOWED
+        return await self._server.has(route, by="GET")
 
     # ---------------------------------------------------------------------------------------------------------- reads
 
     async def check(self) -> None:
-        try:
-            answer = await self._control.get("/health", timeout=CHECK_S)
-        except httpx.TimeoutException:
-            # A process that hangs is not a dead one: the deadline of the call decides.
-            return
-        except httpx.TransportError as error:
-            raise engine_dead(f"{self.url} does not answer: {type(error).__name__}") from error
-        if answer.status_code == HTTPStatus.SERVICE_UNAVAILABLE:
+        if await self._server.sign_of_life("/health") is HTTPStatus.SERVICE_UNAVAILABLE:
             raise engine_dead(f"the engine behind {self.url} has died")
 
     async def unfinished(self) -> int:
@@ -205,12 +173,12 @@ class HttpSurface:
 
     async def _told(self, path: str, call: str) -> dict[str, Any]:
         """What a GET answers, nothing if the server does not offer it."""
-        return _json(await self._get(path)) if call in self.offers else {}
+        return read_object(await self._server.get(path)) if call in self.offers else {}
 
     async def _metrics(self) -> dict[str, float]:
         """The samples we need, summed over engines; those of a state by `name{state}`."""
         found: dict[str, float] = {}
-        lines = (await self._get("/metrics")).text.splitlines(keepends=True)
+        lines = (await self._server.get("/metrics")).text.splitlines(keepends=True)
         # There are thousands of others, and the parser is slow.
         ours = "".join(line for line in lines if line.removeprefix("# TYPE ").startswith(_METRICS))
         for family in text_string_to_metric_families(ours):
@@ -223,38 +191,38 @@ class HttpSurface:
     # -------------------------------------------------------------------------------------------------------- commands
 
     async def sleep(self, level: int, mode: str) -> None:
-        answer = await self._post("/sleep", {"level": str(level), "mode": mode})
-        told = _json(answer).get("level", level)
+        answer = await self._server.post("/sleep", {"level": str(level), "mode": mode})
+        told = read_object(answer).get("level", level)
         if told != level:
             raise aborted("ENGINE_FAILED", f"{self.url} slept at level {told}, not {level}")
 
     async def wake_up(self, tags: Sequence[str] | None) -> None:
-        await self._post("/wake_up", [("tags", tag) for tag in tags or ()])
+        await self._server.post("/wake_up", [("tags", tag) for tag in tags or ()])
 
     async def release_kv_cache(self) -> None:
-        await self._post("/release_kv_cache_memory")
+        await self._server.post("/release_kv_cache_memory")
 
     async def pause(self, mode: str, clear_cache: bool) -> None:
-        await self._post("/pause", {"mode": mode, "clear_cache": _flag(clear_cache)})
+        await self._server.post("/pause", {"mode": mode, "clear_cache": _flag(clear_cache)})
 
     async def resume(self) -> None:
-        await self._post("/resume")
+        await self._server.post("/resume")
 
     async def reset_prefix_cache(self, running: bool, connectors: bool) -> bool:
         query = {"reset_running_requests": _flag(running), "reset_external": _flag(connectors)}
         # Older servers answer nothing at all; that is no "false".
-        return _json(await self._post("/reset_prefix_cache", query)).get("success", True) is not False
+        return read_object(await self._server.post("/reset_prefix_cache", query)).get("success", True) is not False
 
     async def reset_mm_cache(self) -> None:
-        await self._post("/reset_mm_cache")
+        await self._server.post("/reset_mm_cache")
 
     async def reset_encoder_cache(self) -> None:
-        await self._post("/reset_encoder_cache")
+        await self._server.post("/reset_encoder_cache")
 
     async def collective_rpc(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         body = {"method": method, "args": list(args), "kwargs": dict(kwargs)}
-        answer = await self._send(self._control.post("/collective_rpc", json=body))
-        return list(_json(answer).get("results") or ())
+        answer = await self._server.post("/collective_rpc", body=body)
+        return list(read_object(answer).get("results") or ())
 
     # --------------------------------------------------------------------------------------------------------- weights
 
@@ -262,26 +230,26 @@ class HttpSurface:
         await self.collective_rpc("reload_weights", (), {"weights_path": path})
 
     async def init_transfer(self, info: Mapping[str, Any]) -> None:
-        await self._send(self._control.post("/init_weight_transfer_engine", json={"init_info": dict(info)}))
+        await self._server.post("/init_weight_transfer_engine", body={"init_info": dict(info)})
 
     async def start_update(self) -> None:
-        await self._post("/start_weight_update")
+        await self._server.post("/start_weight_update")
 
     async def update_weights(self, info: Any) -> None:
-        await self._send(self._control.post("/update_weights", json={"update_info": info}))
+        await self._server.post("/update_weights", body={"update_info": info})
 
     async def finish_update(self) -> None:
-        await self._send(self._control.post("/finish_weight_update", json={}))
+        await self._server.post("/finish_weight_update", body={})
 
     async def set_version(self, version: str) -> None:
-        await self._send(self._control.post("/update_weight_version", json={"new_version": version}))
+        await self._server.post("/update_weight_version", body={"new_version": version})
 
     # ------------------------------------------------------------------------------------------------------ generation
 
     async def abort(self, request_ids: Sequence[str] | None) -> None:
         # The engine knows a completion by an id of its own making; any other is answered 200 and ends nothing.
         body = {} if request_ids is None else {"request_ids": [f"cmpl-{each}-0" for each in request_ids]}
-        await self._send(self._control.post(ABORT_ROUTE, json=body))
+        await self._server.post(ABORT_ROUTE, body=body)
 
     async def generate(self, request_id: str, prompt: Sequence[int], draw: Draw) -> AsyncGenerator[Tokens, None]:
         body: dict[str, Any] = {
@@ -301,29 +269,15 @@ class HttpSurface:
             body["seed"] = draw.seed
         if draw.logprobs:
             body["logprobs"] = 0
-        try:
-            headers = {"X-Request-Id": request_id}
-            async with self._data.stream("POST", "/v1/completions", json=body, headers=headers) as answer:
-                if answer.status_code != HTTPStatus.OK:
-                    await answer.aread()
-                    raise await self._failed(answer)
-                async for line in answer.aiter_lines():
-                    if not line.startswith("data:"):
-                        continue
-                    data = line.removeprefix("data:").strip()
-                    if data == "[DONE]":
-                        # A request that is aborted before its first token ends without a chunk that says so.
-                        yield Tokens((), (), Finish.ABORT)
+        async with aclosing(self._server.stream("/v1/completions", body, {"X-Request-Id": request_id})) as chunks:
+            async for chunk in chunks:
+                tokens = self._read_chunk(chunk, draw.logprobs)
+                if tokens is not None:
+                    yield tokens
+                    if tokens.finish is not None:
                         return
-                    tokens = self._read_chunk(json.loads(data), draw.logprobs)
-                    if tokens is not None:
-                        yield tokens
-                        if tokens.finish is not None:
-                            return
-        except httpx.TransportError as error:
-            await self.check()
-            why = f"{self.url} cut a stream: {type(error).__name__}"
-            raise unavailable("ENGINE_ENDED_STREAM", why) from error
+        # A request that is aborted before its first token ends without a chunk that says so.
+        yield Tokens((), (), Finish.ABORT)
 
     def _read_chunk(self, chunk: Mapping[str, Any], logprobs: bool) -> Tokens | None:
         if "error" in chunk:
@@ -343,48 +297,7 @@ class HttpSurface:
         return Tokens(ids, values, FINISHES[reason] if reason is not None else None)
 
     async def close(self) -> None:
-        await self._control.aclose()
-        await self._data.aclose()
-
-    # ---------------------------------------------------------------------------------------------------------- inside
-
-    async def _get(self, path: str) -> httpx.Response:
-        return await self._send(self._control.get(path, timeout=READ_S))
-
-    async def _post(self, path: str, query: Any = None) -> httpx.Response:
-        return await self._send(self._control.post(path, params=query))
-
-    async def _send(self, request: Any) -> httpx.Response:
-        answer = await self._request(request)
-        if answer.status_code != HTTPStatus.OK:
-            raise await self._failed(answer)
-        told = _json(answer)
-        if told.get("error"):
-            raise aborted("ENGINE_FAILED", f"{self.url} failed: {str(told['error'])[:300]}")
-        return answer
-
-    async def _request(self, request: Any) -> httpx.Response:
-        try:
-            answer: httpx.Response = await request
-        except httpx.TimeoutException as error:
-            raise deadline_exceeded("ENGINE_UNRESPONSIVE", f"{self.url} does not answer in time") from error
-        except httpx.TransportError as error:
-            raise unavailable("ENGINE_UNREACHABLE", f"{self.url}: {type(error).__name__}") from error
-        return answer
-
-    async def _failed(self, answer: httpx.Response) -> TurnoutError:
-        told = f"{answer.request.url.path} of {self.url} answered {answer.status_code}: {answer.text[:300]}"
-        match answer.status_code:
-            case HTTPStatus.SERVICE_UNAVAILABLE:
-                # Said by a dead engine, and by one that is paused (from 0.33) or full.
-                await self.check()
-                return unavailable("ENGINE_BUSY", told)
-            case HTTPStatus.NOT_FOUND | HTTPStatus.METHOD_NOT_ALLOWED:
-                return failed_precondition("NOT_OFFERED", told)
-            case code if code < HTTPStatus.INTERNAL_SERVER_ERROR:
-                return invalid_argument("request", told, reason="ENGINE_REFUSED")
-            case _:
-                return aborted("ENGINE_FAILED", told)
+        await self._server.close()
 
 
 _METRICS: Final = (
@@ -413,11 +326,3 @@ async def _nothing() -> None:
 
 def _flag(value: bool) -> str:
     return "true" if value else "false"
-
-
-def _json(answer: httpx.Response) -> dict[str, Any]:
-    try:
-        told = answer.json()
-    except ValueError:
-        return {}
-    return told if isinstance(told, dict) else {}

@@ -77,6 +77,7 @@ def write_engine_request(run_id: str, replica_id: str, request: EngineRequest) -
             top_p=sampling.top_p,
             top_k=sampling.top_k,
             seed=sampling.seed,
+            seed_is_default=sampling.seed_is_default,
             stop_token_ids=sampling.stop_token_ids,
             logprobs=sampling.logprobs,
         ),
@@ -126,6 +127,7 @@ def _read_sampling(request: pb.GenerateRequest) -> Sampling:
         top_p=sampling.top_p if sampling.HasField("top_p") else 1.0,
         top_k=sampling.top_k,
         seed=sampling.seed if sampling.HasField("seed") else default_seed(request.request_id),
+        seed_is_default=sampling.seed_is_default or not sampling.HasField("seed"),
         stop_token_ids=tuple(sampling.stop_token_ids),
         logprobs=sampling.logprobs,
     )

@@ -12,13 +12,17 @@ After a *fatal* failure (an fsync failed) the process must exit: see `failures`.
 from __future__ import annotations
 
 from collections.abc import AsyncIterable, AsyncIterator, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Protocol
+from typing import Final, Protocol
 
+from services.runtime.durations import Durations
 from services.runtime.journal.batch import Record
 from services.runtime.journal.durable import Durable
 from services.runtime.journal.failures import JournalFailure
+
+COMMIT_BOUNDS_S: Final = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10)
+"""From a copy into memory of the kernel to a disk that hangs."""
 
 
 class JournalState(Enum):
@@ -46,6 +50,10 @@ class JournalStats:
     """Batches since the last snapshot, and those whose deletion is still to come."""
     wal_bytes: int = 0
     """About how much of the WAL is in use."""
+    committed_bytes: int = 0
+    """Bytes of the records that became durable, with what surrounds them in a batch."""
+    commit_times: Durations = field(default_factory=lambda: Durations(COMMIT_BOUNDS_S))
+    """Wall seconds of each commit."""
 
 
 class Journal(Protocol):

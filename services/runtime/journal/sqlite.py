@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
+import time
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Collection
 from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
 from typing import Final, TypeVar
 
+from services.runtime.durations import Durations
 from services.runtime.errors import TurnoutError, failed_precondition, out_of_range
 from services.runtime.journal.at_once import AtOnce
 from services.runtime.journal.ballast import Ballast
@@ -44,7 +46,7 @@ from services.runtime.journal.failures import (
     reopened,
 )
 from services.runtime.journal.files import JournalFiles
-from services.runtime.journal.journal import JournalState, JournalStats
+from services.runtime.journal.journal import COMMIT_BOUNDS_S, JournalState, JournalStats
 from services.runtime.journal.lock import DirectoryLock
 from services.runtime.journal.opening import Opened, Seams, open_database
 from services.runtime.journal.options import Durability, JournalOptions
@@ -125,7 +127,8 @@ class SqliteJournal:
     def _begin(self, opened: Opened) -> None:
         self._database, self.lost = opened
         self._position = self._durable_position = self._database.position
-        self._records = self._commits = 0
+        self._records = self._committed_bytes = 0
+        self._commit_times = Durations(COMMIT_BOUNDS_S)
         self._parcel: Parcel | None = None
         self._last = Parcel()
         self._last.settle()
@@ -177,10 +180,12 @@ class SqliteJournal:
     def stats(self) -> JournalStats:
         return JournalStats(
             records=self._records,
-            commits=self._commits,
+            commits=self._commit_times.count,
             pending_records=self._position - self._durable_position,
             log_bytes=self._database.log_bytes,
             wal_bytes=self._database.wal_bytes,
+            committed_bytes=self._committed_bytes,
+            commit_times=self._commit_times,
         )
 
     def append(self, stream: str, payload: bytes) -> Durable:
@@ -281,14 +286,15 @@ class SqliteJournal:
             self._lock.release()
             self._stop(self._failure or JournalFailure(closed(), fatal=False))
 
-    def committed(self, parcels: list[Parcel]) -> None:
+    def committed(self, parcels: list[Parcel], seconds: float) -> None:
         """Tell those who wait; called by the writer."""
         error = self._failure.error if self._failure else None
         if error is None:
             count = sum(parcel.count for parcel in parcels)
             self._durable_position += count
             self._records += count
-            self._commits += 1
+            self._committed_bytes += sum(parcel.size for parcel in parcels)
+            self._commit_times.add(seconds)
         for parcel in parcels:
             parcel.settle(error)
 
@@ -335,6 +341,7 @@ class SqliteJournal:
             self._hand_over()
             return
         self._last, self._parcel = parcel, None
+        begun = time.perf_counter()
         try:
             stored = self._at_once.run(lambda: self._database.append_at_once(parcel.count, parcel.body()))
         except Exception as error:
@@ -343,7 +350,7 @@ class SqliteJournal:
         if not stored:
             self._writer.hand_in(parcel)
             return
-        self.committed([parcel])
+        self.committed([parcel], time.perf_counter() - begun)
 
     def _may_commit_here(self, parcel: Parcel) -> bool:
         return (

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from itertools import chain
@@ -46,8 +47,8 @@ class Job:
 class Owner(Protocol):
     """Whom the thread reports to, on the event loop."""
 
-    def committed(self, parcels: list[Parcel]) -> None:
-        """These are durable."""
+    def committed(self, parcels: list[Parcel], seconds: float) -> None:
+        """These are durable, after a commit that took so long."""
         ...
 
     def broke(self, parcels: list[Parcel], job: Job | None, failure: JournalFailure) -> None:
@@ -133,17 +134,19 @@ class Writer:
     def _store(self, parcels: list[Parcel]) -> bool:
         try:
             body = b"".join(chain.from_iterable(parcel.parts for parcel in parcels))
+            begun = time.perf_counter()
             self._commit(sum(parcel.count for parcel in parcels), body)
+            seconds = time.perf_counter() - begun
         except Exception as error:
             self._tell(self._owner.broke, parcels, None, failure_of(error))
             return False
-        self._tell(self._committed, parcels)
+        self._tell(self._committed, parcels, seconds)
         self._after_work()
         return True
 
-    def _committed(self, parcels: list[Parcel]) -> None:
+    def _committed(self, parcels: list[Parcel], seconds: float) -> None:
         self._outstanding -= len(parcels)
-        self._owner.committed(parcels)
+        self._owner.committed(parcels, seconds)
 
     def _do(self, job: Job) -> bool:
         try:

@@ -11,8 +11,8 @@ import google_crc32c
 import pytest_asyncio
 
 from services.engine.backends.base import Backend
-from services.engine.backends.vllm import VllmBackend
 from services.engine.domain.spec import ReplicaSpec
+from services.engine.guarded.backend import GuardedBackend
 from services.runtime.clock import MonotonicClock
 from tests.engine import helpers
 from tests.vllm.real.engines import PROMPT, Engine, weights_file
@@ -21,7 +21,7 @@ from turnout.engine.v1 import engine_pb2 as pb
 TOKENS = 300
 
 
-class Lent(VllmBackend):
+class Lent(GuardedBackend):
     """A backend that leaves its engine alive, which others use after it."""
 
     async def close(self) -> None:

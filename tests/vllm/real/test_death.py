@@ -13,7 +13,7 @@ import psutil
 import pytest_asyncio
 
 from services.engine.domain.spec import PauseMode
-from services.engine.vllm.surface import Draw
+from services.engine.guarded.surface import Draw
 from tests.vllm.real.engines import PROMPT, Engine, refused, start_engine
 
 SOON_S = 1.0

@@ -22,7 +22,7 @@ from services.engine.domain.spec import ALL_CACHES, KV_CACHE, WEIGHTS, PauseMode
 from services.engine.vllm.config import CPU_ENVIRONMENT
 from services.engine.vllm.http import HttpSurface
 from services.runtime.clock import MonotonicClock
-from tests.vllm.real.engines import ENVIRONMENT, Engine, greedy, refused, weights_file
+from tests.vllm.real.engines import ENVIRONMENT, LONG, Engine, greedy, refused, weights_file
 from tests.vllm.real.test_weights import nothing
 
 KV = 128 << 20
@@ -90,6 +90,16 @@ async def test_aborts_reach_the_request_that_is_meant(remote: Engine) -> None:
     assert not second.done()
     await remote.backend.abort(None)
     assert (await second).finish is Finish.ABORT
+
+
+async def test_h35_an_abort_that_overtakes_its_request_ends_it(remote: Engine) -> None:
+    """It goes over a connection of its own, and the server forgets aborts of what it does not know yet."""
+    for _ in range(5):
+        output = asyncio.create_task(remote.generate(LONG, "overtaken"))
+        while "overtaken" not in (await remote.backend.progress()).output_tokens:  # noqa: ASYNC110 - progress has no event
+            await asyncio.sleep(0)
+        await remote.backend.abort(["overtaken"])
+        assert (await output).finish is Finish.ABORT
 
 
 async def test_memory_comes_and_goes_over_http(

@@ -142,6 +142,6 @@ async def test_h25_running_requests_keep_the_memory(engine: Engine) -> None:
 
 
 def _greedy(tokens: int):  # type: ignore[no-untyped-def]
-    from services.engine.vllm.surface import Draw
+    from services.engine.guarded.surface import Draw
 
     return Draw(tokens, 0.0, 1.0, 0, None, (), False)

@@ -8,7 +8,7 @@ import contextlib
 from services.engine.domain.requests import Finish
 from services.engine.domain.spec import ALL_CACHES, Cache, PauseMode
 from services.runtime.errors import TurnoutError
-from tests.vllm.real.engines import Engine, refused
+from tests.vllm.real.engines import LONG, Engine, refused
 
 
 async def test_output_has_tokens_log_probabilities_and_versions(engine: Engine) -> None:
@@ -139,7 +139,7 @@ async def test_progress_counts_what_came_out(engine: Engine) -> None:
     running = await engine.begin(request_id="counted")
     progress = await engine.backend.progress()
     assert progress.running == 1
-    assert 1 <= progress.output_tokens["counted"] <= 500
+    assert 1 <= progress.output_tokens["counted"] <= LONG
     assert progress.prefilled_tokens == 3
     await engine.backend.abort(None)
     await running

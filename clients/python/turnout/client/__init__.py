@@ -39,7 +39,7 @@ from turnout.client._fork import Forked
 from turnout.client._link import LinkClosed
 from turnout.client._options import ClientOptions, Keepalive, RetryPolicy, Timeouts
 from turnout.client._payloads import INLINE_BYTES
-from turnout.client._refills import RefillFn, Refills
+from turnout.client._refills import PaysRefills, RefillFn, Refills
 from turnout.client._scheduler import AsyncSchedulerClient, SchedulerClient
 from turnout.client._waits import ProgressFn
 
@@ -68,6 +68,7 @@ __all__ = [
     "OutOfOrder",
     "OutOfRange",
     "PartialFailure",
+    "PaysRefills",
     "PermissionDenied",
     "ProgressFn",
     "RefillFn",

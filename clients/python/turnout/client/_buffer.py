@@ -20,7 +20,7 @@ from turnout.client._errors import TurnoutError, is_retryable, stream_ended
 from turnout.client._link import Link, iterate_blocking, run_blocking
 from turnout.client._options import ClientOptions
 from turnout.client._payloads import INLINE_BYTES, Bytes, Download, join, put_frames, size_of
-from turnout.client._refills import RefillFn, Refills
+from turnout.client._refills import PaysRefills, RefillFn, Refills
 from turnout.client._retry import Attempts, Outage
 from turnout.client._waits import UNFINISHED, Arming, ProgressFn
 
@@ -66,7 +66,7 @@ class AsyncBufferClient(AsyncClient):
         request: buffer_pb2.WaitForSampleableRequest,
         *,
         refill_fn: RefillFn | None = None,
-        refills: Refills | None = None,
+        refills: PaysRefills | None = None,
         on_progress: ProgressFn | None = None,
     ) -> buffer_pb2.WaitDone:
         """Wait until request.target groups are sampleable; consumes nothing.
@@ -97,7 +97,7 @@ class AsyncBufferClient(AsyncClient):
         request: buffer_pb2.SampleRequest,
         *,
         refill_fn: RefillFn | None = None,
-        refills: Refills | None = None,
+        refills: PaysRefills | None = None,
         on_progress: ProgressFn | None = None,
     ) -> Sampled:
         """Wait for request.batch groups and lease them. Only the outcome REACHED carries a lease and groups.
@@ -254,7 +254,7 @@ class BufferClient(Client):
         request: buffer_pb2.WaitForSampleableRequest,
         *,
         refill_fn: RefillFn | None = None,
-        refills: Refills | None = None,
+        refills: PaysRefills | None = None,
         on_progress: ProgressFn | None = None,
     ) -> buffer_pb2.WaitDone:
         """See AsyncBufferClient."""
@@ -267,7 +267,7 @@ class BufferClient(Client):
         request: buffer_pb2.SampleRequest,
         *,
         refill_fn: RefillFn | None = None,
-        refills: Refills | None = None,
+        refills: PaysRefills | None = None,
         on_progress: ProgressFn | None = None,
     ) -> Sampled:
         """See AsyncBufferClient."""

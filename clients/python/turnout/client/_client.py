@@ -13,7 +13,7 @@ from typing import Any, Self
 from turnout.client._calls import CallChannel, CallPolicy, seconds
 from turnout.client._link import AsyncLink, BlockingLink, Link, run_blocking
 from turnout.client._options import ClientOptions
-from turnout.client._refills import Refills
+from turnout.client._refills import PaysRefills
 from turnout.client._waits import Arm, ProgressFn, follow, hold
 
 
@@ -54,7 +54,7 @@ class AsyncClient:
         request: Any,
         *,
         again: Callable[[Any], bool],
-        refills: Refills | None,
+        refills: PaysRefills | None,
         on_progress: ProgressFn | None,
         on_groups: Callable[[Any], None] | None = None,
     ) -> Any:

@@ -101,6 +101,7 @@ class AsyncEngineClient(AsyncClient):
         armed.request_id = request.request_id or new_request_id()
         if not armed.sampling.HasField("seed"):
             # The controller's own choice for this id, kept when the id changes.
+            armed.sampling.seed_is_default = True
             armed.sampling.seed = google_crc32c.value(armed.request_id.encode())
         generation = Generation()
         outage = Outage(self.options.retry, self._policy.rng, now=link.now(), limit=self.options.timeouts.outage)

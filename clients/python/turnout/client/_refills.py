@@ -9,7 +9,7 @@ supply.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from turnout.buffer.v1 import buffer_pb2, buffer_pb2_grpc
 from turnout.client._calls import new_request_id
@@ -19,6 +19,14 @@ from turnout.client._link import Link
 RefillAnswer = Sequence[buffer_pb2.GroupSpec] | None
 RefillFn = Callable[[int], RefillAnswer | Awaitable[RefillAnswer]]
 """Called with the number of prompts needed; returns at most that many, or None or fewer when there are no more."""
+
+
+class PaysRefills(Protocol):
+    """What a wait needs for its REFILL_DUE events."""
+
+    async def pay(self, due: buffer_pb2.RefillDue, step: int) -> None:
+        """Add prompts for a claim, or decline it."""
+        ...
 
 
 class Refills:

@@ -15,7 +15,7 @@ from turnout.client._calls import BlockingCallChannel, duration
 from turnout.client._client import AsyncClient, Client
 from turnout.client._link import Link, iterate_blocking, run_blocking
 from turnout.client._options import ClientOptions
-from turnout.client._refills import Refills
+from turnout.client._refills import PaysRefills
 from turnout.client._waits import UNFINISHED, Arming, ProgressFn
 from turnout.scheduler.v1 import events_pb2, scheduler_pb2, scheduler_pb2_grpc
 
@@ -46,7 +46,7 @@ class AsyncSchedulerClient(AsyncClient):
         self,
         request: scheduler_pb2.PrepareStepRequest,
         *,
-        refills: Refills | None = None,
+        refills: PaysRefills | None = None,
         on_progress: ProgressFn | None = None,
     ) -> scheduler_pb2.PrepareStepDone:
         """Wait until the trainer has its GPUs. `refills` (of the buffer client) adds prompts for what was evicted."""
@@ -72,7 +72,7 @@ class AsyncSchedulerClient(AsyncClient):
         self,
         request: scheduler_pb2.BeginSampleRequest,
         *,
-        refills: Refills | None = None,
+        refills: PaysRefills | None = None,
         on_progress: ProgressFn | None = None,
     ) -> tuple[scheduler_pb2.BeginSampleDone, int]:
         """Announce a mini-batch; return the answer and the attempt to use in the next call for the same mini-batch."""
@@ -127,7 +127,7 @@ class SchedulerClient(Client):
         self,
         request: scheduler_pb2.PrepareStepRequest,
         *,
-        refills: Refills | None = None,
+        refills: PaysRefills | None = None,
         on_progress: ProgressFn | None = None,
     ) -> scheduler_pb2.PrepareStepDone:
         """See AsyncSchedulerClient."""
@@ -137,7 +137,7 @@ class SchedulerClient(Client):
         self,
         request: scheduler_pb2.BeginSampleRequest,
         *,
-        refills: Refills | None = None,
+        refills: PaysRefills | None = None,
         on_progress: ProgressFn | None = None,
     ) -> tuple[scheduler_pb2.BeginSampleDone, int]:
         """See AsyncSchedulerClient."""

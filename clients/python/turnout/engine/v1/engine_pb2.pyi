@@ -2671,6 +2671,7 @@ class Sampling(google.protobuf.message.Message):
     SEED_FIELD_NUMBER: builtins.int
     STOP_TOKEN_IDS_FIELD_NUMBER: builtins.int
     LOGPROBS_FIELD_NUMBER: builtins.int
+    SEED_IS_DEFAULT_FIELD_NUMBER: builtins.int
     temperature: builtins.float
     """Temperature, at least 0; default 1."""
     top_p: builtins.float
@@ -2678,9 +2679,14 @@ class Sampling(google.protobuf.message.Message):
     top_k: builtins.int
     """Candidates kept; 0 or unset: all."""
     seed: builtins.int
-    """Seed; unset: one that follows from request_id, so that an output that is continued elsewhere stays the same."""
+    """Seed. Unset: one that follows from request_id, with seed_is_default."""
     logprobs: builtins.bool
     """Whether log-probabilities of the drawn tokens are wanted."""
+    seed_is_default: builtins.bool
+    """The seed was chosen for want of one, by a client or a controller: an engine that has a stream of random numbers of
+    its own draws from that, since vLLM on a GPU draws more slowly for each request with a seed. The reference engine
+    has none, so an output of its that is continued elsewhere stays the same. Default false: the seed is wanted.
+    """
     @property
     def stop_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Token ids that stop the output."""
@@ -2694,9 +2700,10 @@ class Sampling(google.protobuf.message.Message):
         seed: builtins.int | None = ...,
         stop_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
         logprobs: builtins.bool = ...,
+        seed_is_default: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "logprobs", b"logprobs", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "logprobs", b"logprobs", "seed", b"seed", "seed_is_default", b"seed_is_default", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_seed", b"_seed"]) -> typing.Literal["seed"] | None: ...
     @typing.overload

@@ -1637,7 +1637,7 @@ export interface Sampling {
   topK?:
     | number
     | undefined;
-  /** Seed; unset: one that follows from request_id, so that an output that is continued elsewhere stays the same. */
+  /** Seed. Unset: one that follows from request_id, with seed_is_default. */
   seed?:
     | bigint
     | undefined;
@@ -1645,6 +1645,12 @@ export interface Sampling {
   stopTokenIds: number[];
   /** Whether log-probabilities of the drawn tokens are wanted. */
   logprobs: boolean;
+  /**
+   * The seed was chosen for want of one, by a client or a controller: an engine that has a stream of random numbers of
+   * its own draws from that, since vLLM on a GPU draws more slowly for each request with a seed. The reference engine
+   * has none, so an output of its that is continued elsewhere stays the same. Default false: the seed is wanted.
+   */
+  seedIsDefault: boolean;
 }
 
 /** OutputSegment is a stretch of output from one replica under one weight version. */
@@ -10356,6 +10362,7 @@ function createBaseSampling(): Sampling {
     seed: undefined,
     stopTokenIds: [],
     logprobs: false,
+    seedIsDefault: false,
   };
 }
 
@@ -10385,6 +10392,9 @@ export const Sampling: MessageFns<Sampling> = {
     }
     if (message.logprobs !== false) {
       writer.uint32(48).bool(message.logprobs);
+    }
+    if (message.seedIsDefault !== false) {
+      writer.uint32(56).bool(message.seedIsDefault);
     }
     return writer;
   },
@@ -10460,6 +10470,14 @@ export const Sampling: MessageFns<Sampling> = {
             message.logprobs = reader.bool();
             continue;
           }
+          case 7: {
+            if (tag !== 56) {
+              break;
+            }
+
+            message.seedIsDefault = reader.bool();
+            continue;
+          }
         }
         if ((tag & 7) === 4 || tag === 0) {
           break;
@@ -10492,6 +10510,11 @@ export const Sampling: MessageFns<Sampling> = {
         ? object.stop_token_ids.map((e: any) => globalThis.Number(e))
         : [],
       logprobs: isSet(object.logprobs) ? globalThis.Boolean(object.logprobs) : false,
+      seedIsDefault: isSet(object.seedIsDefault)
+        ? globalThis.Boolean(object.seedIsDefault)
+        : isSet(object.seed_is_default)
+        ? globalThis.Boolean(object.seed_is_default)
+        : false,
     };
   },
 
@@ -10515,6 +10538,9 @@ export const Sampling: MessageFns<Sampling> = {
     if (message.logprobs !== false) {
       obj.logprobs = message.logprobs;
     }
+    if (message.seedIsDefault !== false) {
+      obj.seedIsDefault = message.seedIsDefault;
+    }
     return obj;
   },
 
@@ -10529,6 +10555,7 @@ export const Sampling: MessageFns<Sampling> = {
     message.seed = (object.seed !== undefined && object.seed !== null) ? BigInt(object.seed) : undefined;
     message.stopTokenIds = object.stopTokenIds?.map((e) => e) || [];
     message.logprobs = object.logprobs ?? false;
+    message.seedIsDefault = object.seedIsDefault ?? false;
     return message;
   },
 };

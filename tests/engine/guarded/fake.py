@@ -7,13 +7,13 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
 from services.engine.backends.base import engine_dead
-from services.engine.backends.vllm import VllmBackend
 from services.engine.domain.requests import Finish
 from services.engine.domain.spec import ReplicaSpec, Role
-from services.engine.vllm import surface as calls
+from services.engine.guarded import surface as calls
+from services.engine.guarded.backend import GuardedBackend
+from services.engine.guarded.residency import TAGS
+from services.engine.guarded.surface import Draw, Reading, Tokens
 from services.engine.vllm.async_llm import METHODS
-from services.engine.vllm.residency import TAGS
-from services.engine.vllm.surface import Draw, Reading, Tokens
 from services.runtime.clock import MonotonicClock
 from services.runtime.errors import aborted
 
@@ -47,6 +47,7 @@ class FakeSurface:
         self.draws: list[Draw] = []
         self.script: list[Tokens | Exception] = []
         self.infos: list[Any] = []
+        self.given = asyncio.Event()
         self.held = asyncio.Event()
         self.held.set()
 
@@ -148,6 +149,7 @@ class FakeSurface:
     async def generate(self, request_id: str, prompt: Sequence[int], draw: Draw) -> AsyncGenerator[Tokens, None]:
         self.prompts.append(list(prompt))
         self.draws.append(draw)
+        self.given.set()
         for step in self.script or [Tokens([1, 2], finish=Finish.STOP)]:
             await self.held.wait()
             if isinstance(step, Exception):
@@ -158,6 +160,6 @@ class FakeSurface:
         self.calls.append("close")
 
 
-def backend_on(surface: FakeSurface, spool: str | None = None, **fields: Any) -> VllmBackend:
+def backend_on(surface: FakeSurface, spool: str | None = None, **fields: Any) -> GuardedBackend:
     """A backend over a fake engine."""
-    return VllmBackend(ReplicaSpec("r", Role.HYBRID, "vllm-inproc", **fields), surface, MonotonicClock(), spool)
+    return GuardedBackend(ReplicaSpec("r", Role.HYBRID, "vllm-inproc", **fields), surface, MonotonicClock(), spool)

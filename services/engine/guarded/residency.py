@@ -1,7 +1,8 @@
 """What an engine holds and does, as far as it is known, and what must therefore not be asked of it.
 
-vLLM tells neither which tags are asleep nor whether its weights mean anything, and carries out what kills it: resuming
-over freed memory, generating from discarded weights, sleeping under running requests. So it is remembered here.
+vLLM, like the others, tells neither which tags are asleep nor whether its weights mean anything, and carries out what
+kills it: resuming over freed memory, generating from discarded weights, sleeping under running requests. So it is
+remembered here.
 
 Invariants: a request is admitted only if every tag is resident, the weights are intact and no cache is older than
 they are; scheduling is never started while a tag is asleep; what is refused has not reached the engine.

@@ -1,6 +1,6 @@
 """The calls of an inference engine as it has them, wherever it runs; the words are those of vLLM.
 
-Invariants: nothing here makes a call safe: that is what `services.engine.backends.vllm` is for, and it alone calls
+Invariants: nothing here makes a call safe: that is what `services.engine.guarded.backend` is for, and it alone calls
 these. What an engine cannot do is absent from `offers`, found by asking it and never by its version. A call that the
 engine refuses or fails in raises a TurnoutError: UNAVAILABLE / ENGINE_DEAD if the engine is gone.
 """

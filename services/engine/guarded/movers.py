@@ -1,4 +1,4 @@
-"""Ways in which new weights reach a vLLM engine.
+"""Ways in which new weights reach an engine.
 
 `info_json` of a move is a JSON object that names one:
 
@@ -27,8 +27,8 @@ from typing import Any, Final
 
 import google_crc32c
 
-from services.engine.vllm import surface as calls
-from services.engine.vllm.surface import Surface
+from services.engine.guarded import surface as calls
+from services.engine.guarded.surface import Surface
 from services.runtime.errors import TurnoutError, aborted, data_loss, failed_precondition, invalid_argument
 
 FIELDS: Final = {

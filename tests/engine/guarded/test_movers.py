@@ -10,9 +10,9 @@ import google_crc32c
 import pytest
 
 from services.engine.domain.spec import Weights
-from services.engine.vllm import surface as calls
+from services.engine.guarded import surface as calls
 from services.runtime.errors import TurnoutError
-from tests.vllm.fake import EVERYTHING, FakeSurface, backend_on
+from tests.engine.guarded.fake import EVERYTHING, FakeSurface, backend_on
 
 DATA = b"weights " * 1000
 

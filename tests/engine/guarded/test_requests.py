@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from services.engine.backends.base import EngineOutput, EngineRequest, engine_dead
-from services.engine.backends.vllm import VllmBackend
 from services.engine.domain.requests import Finish, Sampling
 from services.engine.domain.tokens import Stretches
-from services.engine.vllm.surface import Tokens
+from services.engine.guarded.backend import GuardedBackend
+from services.engine.guarded.surface import Tokens
 from services.runtime.errors import TurnoutError
-from tests.vllm.fake import FakeSurface, backend_on
+from tests.engine.guarded.fake import FakeSurface, backend_on
 
 
 def request(
@@ -25,11 +25,11 @@ def request(
     return EngineRequest(request_id, prompt, Stretches([so_far]), **fields)
 
 
-async def read(backend: VllmBackend, wanted: EngineRequest) -> list[EngineOutput]:
+async def read(backend: GuardedBackend, wanted: EngineRequest) -> list[EngineOutput]:
     return [output async for output in backend.generate(wanted)]
 
 
-async def reason(backend: VllmBackend, wanted: EngineRequest) -> str:
+async def reason(backend: GuardedBackend, wanted: EngineRequest) -> str:
     with pytest.raises(TurnoutError) as caught:
         await read(backend, wanted)
     return caught.value.reason
@@ -54,6 +54,13 @@ async def test_continuations_draw_other_numbers() -> None:
     assert first == 42
     assert second == third != first
     assert greedy is None
+
+
+async def test_a_seed_that_nobody_asked_for_stays_here() -> None:
+    """vLLM on a GPU draws more slowly for every request with a seed."""
+    surface = FakeSurface()
+    await read(backend_on(surface), request(sampling=Sampling(seed=42, seed_is_default=True)))
+    assert surface.draws[0].seed is None
 
 
 async def test_requests_at_their_end_never_reach_the_engine() -> None:
@@ -101,6 +108,36 @@ async def test_h36_aborts_of_unknown_requests_leave_nothing() -> None:
     await backend.abort([f"unknown-{i}" for i in range(1000)])
     assert surface.calls == []
     assert (await read(backend, request("unknown-1")))[-1].finish is Finish.STOP
+
+
+@pytest.mark.parametrize("request_ids", [["a"], None])
+async def test_h35_an_abort_that_overtakes_its_request_ends_it(request_ids: list[str] | None) -> None:
+    """The engine does not know the request yet when the abort comes, and would go on with it to the end."""
+    surface = FakeSurface()
+    surface.script = [Tokens([1]), *(Tokens([i]) for i in range(2, 9)), Tokens([9], finish=Finish.LENGTH)]
+    surface.held.clear()
+    backend = backend_on(surface)
+    reading = asyncio.create_task(read(backend, request("a")))
+    await asyncio.wait_for(surface.given.wait(), 5)
+    await backend.abort(request_ids)
+    surface.held.set()
+    outputs = await reading
+    assert [list(output.token_ids) for output in outputs] == [[1]]
+    assert outputs[-1].finish is Finish.ABORT
+    assert (await backend.progress()).waiting == 0
+
+
+async def test_an_abort_of_a_request_that_decodes_is_the_engines_to_carry_out() -> None:
+    """Ended here at once, it would lose what the engine has decoded meanwhile."""
+    surface = FakeSurface()
+    surface.script = [Tokens([1]), Tokens([2]), Tokens([3], finish=Finish.ABORT)]
+    backend = backend_on(surface)
+    stream = backend.generate(request("a", delta_tokens=1))
+    outputs = [await anext(stream)]
+    await backend.abort(["a"])
+    outputs += [output async for output in stream]
+    assert [token for output in outputs for token in output.token_ids] == [1, 2, 3]
+    assert surface.calls == ["abort a"]
 
 
 async def test_tokens_come_before_the_error_that_ended_them() -> None:

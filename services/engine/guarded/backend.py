@@ -1,4 +1,4 @@
-"""An engine with the calls of vLLM behind a backend: the safety that it does not give, however its calls travel.
+"""The backend of an engine with vLLM's calls, however they travel: the safety that such an engine does not give.
 
 Invariants: control calls go one after the other and none overtakes one that was given up; what `Residency` refuses
 never reaches the engine; "wait" is waited for here, since vLLM cannot take a wait back; a sleep counts only if the
@@ -16,12 +16,12 @@ from services.engine.backends.base import Answer, EngineOutput, EngineProgress, 
 from services.engine.domain.engine_state import NATIVE_RELEASE, EngineState
 from services.engine.domain.operations import Shard
 from services.engine.domain.spec import KV_CACHE, WEIGHTS, Cache, PauseMode, ReplicaSpec, Weights
-from services.engine.vllm import surface as calls
-from services.engine.vllm.line import Line
-from services.engine.vllm.movers import Movers
-from services.engine.vllm.requests import Requests
-from services.engine.vllm.residency import Residency
-from services.engine.vllm.surface import Reading, Surface
+from services.engine.guarded import surface as calls
+from services.engine.guarded.line import Line
+from services.engine.guarded.movers import Movers
+from services.engine.guarded.requests import Requests
+from services.engine.guarded.residency import Residency
+from services.engine.guarded.surface import Reading, Surface
 from services.runtime.clock import Clock
 from services.runtime.errors import TurnoutError, aborted, deadline_exceeded, failed_precondition, invalid_argument
 
@@ -41,8 +41,8 @@ NEEDED: Final = frozenset({calls.PAUSE, calls.PAUSE_MODE})
 """Without these an engine cannot be stopped safely (vLLM before 0.18)."""
 
 
-class VllmBackend:
-    """One vLLM engine."""
+class GuardedBackend:
+    """One engine: vLLM, SGLang or a server of verl, by its surface."""
 
     def __init__(self, spec: ReplicaSpec, surface: Surface, clock: Clock, spool: str | None = None) -> None:
         missing = NEEDED - surface.offers
@@ -258,7 +258,7 @@ class VllmBackend:
     async def collective_rpc(self, method: str, arguments_json: str, shard: int | None, timeout: float) -> Answer:
         arguments: Mapping[str, Any] = json.loads(arguments_json) if arguments_json else {}
         if shard is not None:
-            raise invalid_argument("shard", "a vLLM engine calls all its workers or none", value=shard)
+            raise invalid_argument("shard", "the engine calls all its workers or none", value=shard)
         self._need(calls.COLLECTIVE_RPC, "it offers no collective RPC")
 
         async def work() -> list[Any]:

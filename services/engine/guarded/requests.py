@@ -1,8 +1,8 @@
-"""The requests inside a vLLM engine, as far as they came through here.
+"""The requests inside an engine, as far as they came through here.
 
 Invariants: an id is live once, since one abort ends all requests of an id; no token outside the vocabulary reaches the
 engine, which would die of it; tokens that came are given on before the error that ended them; every token is
-attributed to the version that was loaded when it came out.
+attributed to the version that was loaded when it came out; an abort ends also a request that it overtook.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 
 from services.engine.backends.base import EngineOutput, EngineProgress, EngineRequest
 from services.engine.domain.requests import Finish
-from services.engine.vllm.surface import Draw, Surface, Tokens
+from services.engine.guarded.surface import Draw, Surface, Tokens
 from services.runtime.clock import Clock
 from services.runtime.errors import TurnoutError, already_exists, invalid_argument
 
@@ -30,6 +30,8 @@ class Live:
 
     tokens: int
     first_token: bool = False
+    unwanted: bool = False
+    """It was aborted before anything came of it: maybe before it reached the engine, which forgets such an abort."""
     fresh_ids: list[int] = field(default_factory=list)
     fresh_logprobs: list[float] = field(default_factory=list)
 
@@ -70,11 +72,12 @@ class Requests:
 
     async def abort(self, request_ids: Sequence[str] | None) -> None:
         """End requests; ids that are not live are fine and never reach the engine."""
+        known = list(self._live if request_ids is None else self._live.keys() & set(request_ids))
+        for live in (self._live[request_id] for request_id in known):
+            live.unwanted = not live.first_token
         if request_ids is None:
             await self._surface.abort(None)
-            return
-        known = [request_id for request_id in request_ids if request_id in self._live]
-        if known:
+        elif known:
             await self._surface.abort(known)
 
     def run(self, request: EngineRequest, version: Callable[[], int]) -> AsyncGenerator[EngineOutput, None]:
@@ -104,8 +107,9 @@ class Requests:
                                 yield live.take(made_under)
                             made_under = now_under
                         self._count(live, tokens, len(prompt))
-                        if tokens.finish is not None:
-                            yield live.take(made_under, tokens.finish)
+                        finish = tokens.finish or (Finish.ABORT if live.unwanted else None)
+                        if finish is not None:
+                            yield live.take(made_under, finish)
                             return
                         if self._due(request, live, given_at):
                             given_at = self._clock.now()
@@ -167,7 +171,9 @@ class Requests:
 
 def _draw(request: EngineRequest) -> Draw:
     sampling, done = request.sampling, len(request.output)
-    seed = None if not sampling.temperature else (sampling.seed + SEED_STEP * done) % 2**31
+    # A seed costs: vLLM keeps a generator for each request that has one, and on a GPU draws for them one by one.
+    drawn = sampling.temperature and not sampling.seed_is_default
+    seed = (sampling.seed + SEED_STEP * done) % 2**31 if drawn else None
     return Draw(
         max_tokens=request.max_tokens - done,
         temperature=sampling.temperature,

@@ -9,10 +9,10 @@ import pytest
 
 from services.engine.domain.engine_state import NATIVE_RELEASE
 from services.engine.domain.spec import ALL_CACHES, KV_CACHE, WEIGHTS, Cache, PauseMode, Weights
-from services.engine.vllm import surface as calls
-from services.engine.vllm.surface import Reading
+from services.engine.guarded import surface as calls
+from services.engine.guarded.surface import Reading
 from services.runtime.errors import TurnoutError
-from tests.vllm.fake import EVERYTHING, FakeSurface, backend_on
+from tests.engine.guarded.fake import EVERYTHING, FakeSurface, backend_on
 
 BOTH = [WEIGHTS, KV_CACHE]
 

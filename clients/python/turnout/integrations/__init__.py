@@ -1,0 +1,1 @@
+"""Adapters to trainers that exist. Each needs the trainer it is for, and nothing else imports it."""

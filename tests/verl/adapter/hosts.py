@@ -1,0 +1,55 @@
+"""Services in a thread of their own, for callers that block theirs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractAsyncContextManager
+
+from services.buffer import service as buffer_service
+from services.buffer.settings import BufferSettings
+from services.runtime.host import ServiceHost
+
+LISTEN = ["127.0.0.1:0"]
+SCALE = 0.001
+"""Wall seconds per domain second: what the buffer spaces by tenths of a second is spaced by 0.1 ms."""
+
+
+@contextlib.contextmanager
+def in_thread(build: Callable[[], AbstractAsyncContextManager[ServiceHost]]) -> Iterator[ServiceHost]:
+    """One service for the length of a block."""
+    ready: list[ServiceHost] = []
+    began, loop = threading.Event(), asyncio.new_event_loop()
+    stop = asyncio.Event()
+
+    async def serve() -> None:
+        async with build() as host:
+            ready.append(host)
+            began.set()
+            await stop.wait()
+
+    def run() -> None:
+        try:
+            loop.run_until_complete(serve())
+        finally:
+            began.set()
+            loop.close()
+
+    thread = threading.Thread(target=run, name="service")
+    thread.start()
+    began.wait()
+    try:
+        yield ready[0]
+    finally:
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(stop.set)
+        thread.join()
+
+
+@contextlib.contextmanager
+def buffer_host() -> Iterator[ServiceHost]:
+    """A replay buffer."""
+    with in_thread(lambda: buffer_service.build(BufferSettings(listen=LISTEN, time_scale=SCALE))) as host:
+        yield host
