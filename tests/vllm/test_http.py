@@ -55,7 +55,7 @@ class Server:
         self.answers: dict[str, Answer] = {}
         self.missing: set[str] = set()
         self.sleep = {"awake": 1.0, "offloaded": 0.0, "discarded": 0.0}
-        self.memory: list[dict[str, int]] | None = [{"pid": 1, "used": 1000, "weights": 400, "kv_cache": 500}]
+        self.memory: list[dict[str, Any]] | None = [{"pid": 1, "used": 1000, "tags": {"weights": 400, "kv_cache": 500}}]
         self.config: dict[str, Any] = {
             "model_config": {"enable_sleep_mode": True, "skip_tokenizer_init": True},
             "weight_transfer_config": {"backend": "nccl"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -15,8 +16,8 @@ NATIVE_RELEASE: Final = "release_kv_cache"
 class EngineState:
     """What a probe of an engine told.
 
-    `weights`, `weight_version` and `memory_bytes` are None where the engine cannot tell. `incarnation` differs
-    between two processes of an engine; empty where it cannot tell.
+    `weights`, `weight_version`, `memory_bytes` (in use) and `tag_bytes` (behind each tag) are None where the engine
+    cannot tell. `incarnation` differs between two processes of an engine; empty where it cannot tell.
     """
 
     declared_tags: frozenset[str]
@@ -30,4 +31,5 @@ class EngineState:
     weight_version: int | None = None
     adapter_version: int | None = None
     memory_bytes: int | None = None
+    tag_bytes: Mapping[str, int] | None = None
     incarnation: str = ""

@@ -18,6 +18,7 @@ from services.engine.domain.operations import Shard
 from services.engine.domain.spec import KV_CACHE, WEIGHTS, Cache, PauseMode, ReplicaSpec, Weights
 from services.engine.guarded import surface as calls
 from services.engine.guarded.line import Line
+from services.engine.guarded.memory import Memory, check_freed
 from services.engine.guarded.movers import Movers
 from services.engine.guarded.requests import Requests
 from services.engine.guarded.residency import Residency
@@ -29,13 +30,6 @@ T = TypeVar("T")
 
 DRAIN_LOOK_S: Final = 0.02
 """Wall seconds between two counts of what is left in an engine; vLLM has no event for it."""
-
-FREED_SHARE: Final = 0.01
-"""A sleep that gave back less than this share of what its tags held did nothing: an engine without sleep mode says
-yes all the same. Small, since other processes of the device come and go meanwhile."""
-
-LOSING_LEVEL: Final = 2
-"""The sleep level that throws weights away."""
 
 NEEDED: Final = frozenset({calls.PAUSE, calls.PAUSE_MODE})
 """Without these an engine cannot be stopped safely (vLLM before 0.18)."""
@@ -63,12 +57,10 @@ class GuardedBackend:
         )
         self._movers = Movers(spec.replica_id, surface, spool)
         self._requests = Requests(spec.replica_id, surface, clock)
-        self._memory: int | None = None
+        self._memory = Memory()
         self._new_version = 0
         self._update_id = ""
         self._before_update = self._state.weights
-        self._doubtful = True
-        self._read_before = False
 
     # ---------------------------------------------------------------------------------------------------------- state
 
@@ -86,9 +78,13 @@ class GuardedBackend:
             begun = self._line.begun
             reading = await self._surface.read()
             if self._line.begun == begun:
-                self._take_over(reading)
-                return self._tell(reading.unfinished)
+                return self._learn(reading)
         return self._tell(self._requests.live)
+
+    def _learn(self, reading: Reading) -> EngineState:
+        self._memory.take(reading)
+        self._state.observe(reading)
+        return self._tell(reading.unfinished)
 
     def _tell(self, unfinished: int) -> EngineState:
         state = self._state
@@ -102,35 +98,10 @@ class GuardedBackend:
             capabilities=self._capabilities(),
             weights=state.weights,
             weight_version=state.version,
-            memory_bytes=self._memory,
+            memory_bytes=self._memory.used,
+            tag_bytes=self._memory.tagged,
             incarnation=self._surface.incarnation,
         )
-
-    def _take_over(self, reading: Reading) -> None:
-        """Let what the engine says win over what is remembered: others may have reached it too."""
-        state = self._state
-        if reading.memory_bytes is not None:
-            self._memory = reading.memory_bytes
-        if reading.asleep is False and (state.asleep or state.paused):
-            state.woke(state.tags)
-            state.started()
-        elif reading.asleep_tags and not state.asleep:
-            state.found_asleep(reading.asleep_tags, reading.sleep_level)
-        elif (reading.asleep or reading.paused) and not state.paused:
-            state.stopped(None)
-        if reading.paused is False and not state.asleep:
-            state.started()
-        if self._doubtful and reading.tagged_bytes is not None and reading.asleep is not False:
-            empty = frozenset(tag for tag, size in reading.tagged_bytes.items() if not size)
-            if empty != state.asleep:
-                state.found_asleep(empty, state.level or None)
-        told = reading.weight_version or ""
-        if told.isdecimal() and int(told) != state.version and not state.updating:
-            # Whoever gave it other weights did not empty its caches; before the first reading there are no others.
-            state.version, state.cache_stale = int(told), state.cache_stale or self._read_before
-        if reading.sleep_level == LOSING_LEVEL and not self._read_before:
-            state.weights = Weights.DISCARDED
-        self._doubtful, self._read_before = False, True
 
     def _capabilities(self) -> frozenset[str]:
         named = {
@@ -195,7 +166,7 @@ class GuardedBackend:
             await self._surface.sleep(level, "keep" if kept else "abort")
             after = await self._surface.read()
             if before is not None:
-                self._confirm_freed(before, after)
+                check_freed(self._spec.replica_id, before, after)
             self._state.slept(level)
             return after
 
@@ -362,12 +333,11 @@ class GuardedBackend:
             except BaseException as error:
                 # What was refused before it reached the engine changed nothing there.
                 refused = isinstance(error, TurnoutError) and error.reason != "ENGINE_FAILED"
-                self._doubtful |= moves_memory and not refused
+                self._state.doubtful |= moves_memory and not refused
                 raise
             if reading is None:
                 return None
-            self._take_over(reading)
-            return self._tell(reading.unfinished)
+            return self._learn(reading)
 
         state = await self._line.call(what, watched, timeout)
         return Answer(tuple(Shard(rank, True) for rank in range(self._spec.shards)), state)
@@ -388,19 +358,6 @@ class GuardedBackend:
         if not state.asleep and not state.paused and not state.fit():
             await self._surface.pause("keep" if kept else "abort", False)
             state.stopped(PauseMode.KEEP if kept else PauseMode.ABORT)
-
-    def _confirm_freed(self, before: Reading, after: Reading) -> None:
-        if before.memory_bytes is None or after.memory_bytes is None or before.tagged_bytes is None:
-            return
-        held = sum(before.tagged_bytes.values())
-        if before.memory_bytes - after.memory_bytes < FREED_SHARE * held:
-            raise aborted(
-                "MEMORY_NOT_FREED",
-                f"{self._spec.replica_id} says it sleeps and holds as much memory as before",
-                replica_id=self._spec.replica_id,
-                before=before.memory_bytes,
-                after=after.memory_bytes,
-            )
 
     async def _abandon(self) -> None:
         self._state.updating = False

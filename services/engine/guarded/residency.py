@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from services.engine.domain.spec import KV_CACHE, WEIGHTS, PauseMode, Weights
+from services.engine.guarded.surface import Reading
 from services.runtime.errors import TurnoutError, failed_precondition, invalid_argument
 
 TAGS: Final = frozenset({WEIGHTS, KV_CACHE})
@@ -21,6 +22,9 @@ TAGS: Final = frozenset({WEIGHTS, KV_CACHE})
 
 LEVELS: Final = (1, 2)
 """vLLM also takes 0, which is a pause, and whatever number comes."""
+
+LOSING_LEVEL: Final = 2
+"""The sleep level that throws weights away."""
 
 
 @dataclass(slots=True)
@@ -37,6 +41,9 @@ class Residency:
     pause_mode: PauseMode | None = None
     cache_stale: bool = False
     updating: bool = False
+    doubtful: bool = True
+    """A call that moves memory failed, or nothing was read yet: what is behind each tag counts, not what was asked."""
+    _read_before: bool = False
 
     @property
     def resident(self) -> frozenset[str]:
@@ -90,9 +97,34 @@ class Residency:
 
     # ------------------------------------------------------------------------------------------------- what happened
 
+    def observe(self, reading: Reading) -> None:
+        """Let what the engine says win over what is remembered: others may have reached it too."""
+        if reading.asleep is False and (self.asleep or self.paused):
+            self.woke(self.tags)
+            self.started()
+        elif reading.asleep_tags and not self.asleep:
+            self.found_asleep(reading.asleep_tags, reading.sleep_level)
+        elif (reading.asleep or reading.paused) and not self.paused:
+            self.stopped(None)
+        if reading.paused is False and not self.asleep:
+            self.started()
+        if self.doubtful and reading.tagged_bytes is not None and reading.asleep is not False:
+            empty = frozenset(tag for tag, size in reading.tagged_bytes.items() if not size)
+            if empty != self.asleep:
+                self.found_asleep(empty, self.level or None)
+        # A reading without memory settles nothing.
+        self.doubtful &= reading.tagged_bytes is None
+        told = reading.weight_version or ""
+        if told.isdecimal() and int(told) != self.version and not self.updating:
+            # Whoever gave it other weights did not empty its caches; before the first reading there are no others.
+            self.version, self.cache_stale = int(told), self.cache_stale or self._read_before
+        if reading.sleep_level == LOSING_LEVEL and not self._read_before:
+            self.weights = Weights.DISCARDED
+        self._read_before = True
+
     def slept(self, level: int) -> None:
         """Everything was freed."""
-        if level == 2 or self.level == 2:
+        if LOSING_LEVEL in (level, self.level):
             self.weights = Weights.DISCARDED
         self.level = level
         self.asleep = self.tags
@@ -101,8 +133,8 @@ class Residency:
     def found_asleep(self, tags: frozenset[str], level: int | None) -> None:
         """These tags turned out to be asleep; without a level nothing can be said for the weights."""
         if WEIGHTS in tags:
-            self.level = level or 2
-            if self.level == 2:
+            self.level = level or LOSING_LEVEL
+            if self.level == LOSING_LEVEL:
                 self.weights = Weights.DISCARDED
         self.asleep = tags
         if tags and not self.paused:

@@ -97,6 +97,7 @@ class ReferenceEngine:
             weight_version=self._version,
             adapter_version=self._adapter_version,
             memory_bytes=sum(memory.size for memory in self._shards),
+            tag_bytes={tag: sum(each.behind(tag) for each in self._shards) for tag in self._shards[0].tags},
             incarnation=self._incarnation,
         )
 

@@ -38,6 +38,10 @@ class Memory:
         """Bytes held on the device."""
         return sum(len(buffer) for buffer in self._buffers.values())
 
+    def behind(self, tag: str) -> int:
+        """Bytes held for one tag."""
+        return len(self._buffers.get(tag, b""))
+
     def sleep(self, level: int) -> None:
         """Give everything back; level 1 keeps a copy of the weights on the host, if it does not have one."""
         weights = self._buffers.get(WEIGHTS)

@@ -21,6 +21,7 @@ from services.engine.guarded import surface as calls
 from services.engine.guarded.residency import TAGS
 from services.engine.guarded.surface import Draw, Reading, Tokens
 from services.engine.vllm.config import VllmConfig
+from services.engine.vllm.memory import MEMORY_METHOD, read_memory
 from services.engine.vllm.plugin import OWNER
 from services.runtime.errors import TurnoutError, aborted, describe, invalid_argument, unavailable
 
@@ -136,7 +137,7 @@ class AsyncLlmSurface:
     async def find_memory_calls(self) -> None:
         """Find out whether the workers have our extension."""
         try:
-            await self.collective_rpc("turnout_memory", (), {})
+            await self.collective_rpc(MEMORY_METHOD, (), {})
         except TurnoutError as error:
             if error.reason == "ENGINE_DEAD":
                 raise
@@ -154,21 +155,19 @@ class AsyncLlmSurface:
 
     async def read(self, memory: bool = True) -> Reading:
         offers = self.offers
-        asleep, paused, version, held = await asyncio.gather(
+        asleep, paused, version, workers = await asyncio.gather(
             self._ask(self.engine.is_sleeping()),
             self._ask(self.engine.is_paused()) if calls.IS_PAUSED in offers else _nothing(),
             self._ask(self.engine.get_weight_version()) if calls.WEIGHT_VERSION in offers else _nothing(),
-            self.collective_rpc("turnout_memory", (), {}) if memory and calls.MEMORY in offers else _nothing(),
+            self.collective_rpc(MEMORY_METHOD, (), {}) if memory and calls.MEMORY in offers else _nothing(),
         )
-        tagged = None
-        if held is not None:
-            tagged = {tag: sum(worker[tag] for worker in held) for tag in ("weights", "kv_cache")}
+        used, tagged = (None, None) if workers is None else read_memory(workers)
         return Reading(
             asleep=asleep,
             paused=paused,
             unfinished=await self.unfinished(),
             weight_version=version,
-            memory_bytes=None if held is None else sum(worker["used"] for worker in held),
+            memory_bytes=used,
             tagged_bytes=tagged,
         )
 

@@ -23,6 +23,7 @@ from services.engine.guarded import surface as calls
 from services.engine.guarded.http import HttpServer, read_object
 from services.engine.guarded.residency import TAGS
 from services.engine.guarded.surface import Draw, Reading, Tokens
+from services.engine.vllm.memory import MEMORY_METHOD, read_memory
 from services.runtime.errors import TurnoutError, aborted, failed_precondition
 
 DESCRIBE_S: Final = 60.0
@@ -152,14 +153,11 @@ class HttpSurface:
             self._told("/is_sleeping", calls.SLEEP),
             self._told("/is_paused", calls.IS_PAUSED),
             self._told("/weight_info", calls.WEIGHT_VERSION),
-            self.collective_rpc("turnout_memory", (), {}) if memory and calls.MEMORY in self.offers else _nothing(),
+            self.collective_rpc(MEMORY_METHOD, (), {}) if memory and calls.MEMORY in self.offers else _nothing(),
             self._metrics(),
         )
         tags, level = _last_sleep(metrics)
-        used = tagged = None
-        if workers is not None:
-            used = sum(worker["used"] for worker in workers)
-            tagged = {tag: sum(worker[tag] for worker in workers) for tag in ("weights", "kv_cache")}
+        used, tagged = (None, None) if workers is None else read_memory(workers)
         return Reading(
             asleep=asleep.get("is_sleeping"),
             paused=paused.get("is_paused"),

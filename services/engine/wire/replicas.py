@@ -88,6 +88,7 @@ def write_replica(slot: Slot, running: int, parked: int) -> pb.Replica:
         update_id=replica.update_id,
         confirmed_free=replica.confirmed_free,
         memory_bytes=state.memory_bytes,
+        tag_bytes=state.tag_bytes,
         capabilities=sorted(state.capabilities),
         reason=replica.why_not_serving,
     )
@@ -113,5 +114,6 @@ def read_state(replica: pb.Replica, incarnation: str) -> EngineState:
         weight_version=replica.weight_version if replica.HasField("weight_version") else None,
         adapter_version=replica.adapter_version if replica.HasField("adapter_version") else None,
         memory_bytes=replica.memory_bytes if replica.HasField("memory_bytes") else None,
+        tag_bytes=dict(replica.tag_bytes) or None,
         incarnation=incarnation,
     )

@@ -574,6 +574,22 @@ class Replica(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    @typing.final
+    class TagBytesEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.int
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.int = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
     SPEC_FIELD_NUMBER: builtins.int
     HEALTH_FIELD_NUMBER: builtins.int
     ROUTE_FIELD_NUMBER: builtins.int
@@ -594,6 +610,7 @@ class Replica(google.protobuf.message.Message):
     MEMORY_BYTES_FIELD_NUMBER: builtins.int
     CAPABILITIES_FIELD_NUMBER: builtins.int
     REASON_FIELD_NUMBER: builtins.int
+    TAG_BYTES_FIELD_NUMBER: builtins.int
     health: Global___ReplicaHealth.ValueType
     """Whether it answers."""
     route: Global___RouteState.ValueType
@@ -642,6 +659,10 @@ class Replica(google.protobuf.message.Message):
     def capabilities(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Calls the engine offers ("sleep", "wake_tags", "release_kv_cache", "pause_keep", "weight_chunks", ...)."""
 
+    @property
+    def tag_bytes(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
+        """Bytes behind each tag, measured in the engine's workers; 0 while a tag is asleep. Empty if the engine does not tell."""
+
     def __init__(
         self,
         *,
@@ -665,9 +686,10 @@ class Replica(google.protobuf.message.Message):
         memory_bytes: builtins.int | None = ...,
         capabilities: collections.abc.Iterable[builtins.str] | None = ...,
         reason: builtins.str = ...,
+        tag_bytes: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_adapter_version", b"_adapter_version", "_cache_version", b"_cache_version", "_memory_bytes", b"_memory_bytes", "_weight_version", b"_weight_version", "adapter_version", b"adapter_version", "cache_version", b"cache_version", "memory_bytes", b"memory_bytes", "spec", b"spec", "weight_version", b"weight_version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_adapter_version", b"_adapter_version", "_cache_version", b"_cache_version", "_memory_bytes", b"_memory_bytes", "_weight_version", b"_weight_version", "adapter_version", b"adapter_version", "cache_version", b"cache_version", "capabilities", b"capabilities", "confirmed_free", b"confirmed_free", "declared_tags", b"declared_tags", "health", b"health", "lend_id", b"lend_id", "memory_bytes", b"memory_bytes", "parked", b"parked", "pause_mode", b"pause_mode", "paused", b"paused", "reason", b"reason", "resident_tags", b"resident_tags", "route", b"route", "running", b"running", "sleep_level", b"sleep_level", "spec", b"spec", "update_id", b"update_id", "weight_version", b"weight_version", "weights", b"weights"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_adapter_version", b"_adapter_version", "_cache_version", b"_cache_version", "_memory_bytes", b"_memory_bytes", "_weight_version", b"_weight_version", "adapter_version", b"adapter_version", "cache_version", b"cache_version", "capabilities", b"capabilities", "confirmed_free", b"confirmed_free", "declared_tags", b"declared_tags", "health", b"health", "lend_id", b"lend_id", "memory_bytes", b"memory_bytes", "parked", b"parked", "pause_mode", b"pause_mode", "paused", b"paused", "reason", b"reason", "resident_tags", b"resident_tags", "route", b"route", "running", b"running", "sleep_level", b"sleep_level", "spec", b"spec", "tag_bytes", b"tag_bytes", "update_id", b"update_id", "weight_version", b"weight_version", "weights", b"weights"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_adapter_version", b"_adapter_version"]) -> typing.Literal["adapter_version"] | None: ...
     @typing.overload

@@ -814,6 +814,13 @@ export interface Replica {
   capabilities: string[];
   /** Why it does not serve, one sentence; empty if it does. */
   reason: string;
+  /** Bytes behind each tag, measured in the engine's workers; 0 while a tag is asleep. Empty if the engine does not tell. */
+  tagBytes: { [key: string]: bigint };
+}
+
+export interface Replica_TagBytesEntry {
+  key: string;
+  value: bigint;
 }
 
 /** ReplicaSelector picks replicas. Both lists empty: all of them. */
@@ -2508,6 +2515,7 @@ function createBaseReplica(): Replica {
     memoryBytes: undefined,
     capabilities: [],
     reason: "",
+    tagBytes: {},
   };
 }
 
@@ -2585,6 +2593,9 @@ export const Replica: MessageFns<Replica> = {
     if (message.reason !== "") {
       writer.uint32(162).string(message.reason);
     }
+    globalThis.Object.entries(message.tagBytes).forEach(([key, value]: [string, bigint]) => {
+      Replica_TagBytesEntry.encode({ key: key as any, value }, writer.uint32(170).fork()).join();
+    });
     return writer;
   },
 
@@ -2761,6 +2772,17 @@ export const Replica: MessageFns<Replica> = {
             message.reason = reader.string();
             continue;
           }
+          case 21: {
+            if (tag !== 170) {
+              break;
+            }
+
+            const entry21 = Replica_TagBytesEntry.decode(reader, reader.uint32());
+            if (entry21.value !== undefined) {
+              message.tagBytes[entry21.key] = entry21.value;
+            }
+            continue;
+          }
         }
         if ((tag & 7) === 4 || tag === 0) {
           break;
@@ -2841,6 +2863,33 @@ export const Replica: MessageFns<Replica> = {
         ? object.capabilities.map((e: any) => globalThis.String(e))
         : [],
       reason: isSet(object.reason) ? globalThis.String(object.reason) : "",
+      tagBytes: isObject(object.tagBytes)
+        ? (globalThis.Object.entries(object.tagBytes) as [string, any][]).reduce(
+          (acc: { [key: string]: bigint }, [key, value]: [string, any]) => {
+            globalThis.Object.defineProperty(acc, key, {
+              value: BigInt(value as string | number | bigint | boolean),
+              enumerable: true,
+              configurable: true,
+              writable: true,
+            });
+            return acc;
+          },
+          {},
+        )
+        : isObject(object.tag_bytes)
+        ? (globalThis.Object.entries(object.tag_bytes) as [string, any][]).reduce(
+          (acc: { [key: string]: bigint }, [key, value]: [string, any]) => {
+            globalThis.Object.defineProperty(acc, key, {
+              value: BigInt(value as string | number | bigint | boolean),
+              enumerable: true,
+              configurable: true,
+              writable: true,
+            });
+            return acc;
+          },
+          {},
+        )
+        : {},
     };
   },
 
@@ -2906,6 +2955,15 @@ export const Replica: MessageFns<Replica> = {
     if (message.reason !== "") {
       obj.reason = message.reason;
     }
+    if (message.tagBytes) {
+      const entries = globalThis.Object.entries(message.tagBytes) as [string, bigint][];
+      if (entries.length > 0) {
+        obj.tagBytes = {};
+        entries.forEach(([k, v]) => {
+          obj.tagBytes[k] = v.toString();
+        });
+      }
+    }
     return obj;
   },
 
@@ -2944,6 +3002,103 @@ export const Replica: MessageFns<Replica> = {
       : undefined;
     message.capabilities = object.capabilities?.map((e) => e) || [];
     message.reason = object.reason ?? "";
+    message.tagBytes = (globalThis.Object.entries(object.tagBytes ?? {}) as [string, bigint][]).reduce(
+      (acc: { [key: string]: bigint }, [key, value]: [string, bigint]) => {
+        if (value !== undefined) {
+          acc[key] = BigInt(value as string | number | bigint | boolean);
+        }
+        return acc;
+      },
+      {},
+    );
+    return message;
+  },
+};
+
+function createBaseReplica_TagBytesEntry(): Replica_TagBytesEntry {
+  return { key: "", value: 0n };
+}
+
+export const Replica_TagBytesEntry: MessageFns<Replica_TagBytesEntry> = {
+  encode(message: Replica_TagBytesEntry, writer: BinaryWriter = new BinaryWriter()): BinaryWriter {
+    if (message.key !== "") {
+      writer.uint32(10).string(message.key);
+    }
+    if (message.value !== 0n) {
+      if (BigInt.asIntN(64, message.value) !== message.value) {
+        throw new globalThis.Error("value provided for field message.value of type int64 too large");
+      }
+      writer.uint32(16).int64(message.value);
+    }
+    return writer;
+  },
+
+  decode(input: BinaryReader | Uint8Array, length?: number): Replica_TagBytesEntry {
+    const reader = input instanceof BinaryReader ? input : new BinaryReader(input);
+    const previousRecursionDepth = (reader as any).__tsProtoDecodeDepth ?? 0;
+    if (previousRecursionDepth >= 100) {
+      throw new globalThis.Error("protobuf decode recursion limit exceeded");
+    }
+    (reader as any).__tsProtoDecodeDepth = previousRecursionDepth + 1;
+    try {
+      const end = length === undefined ? reader.len : reader.pos + length;
+      const message = createBaseReplica_TagBytesEntry();
+      while (reader.pos < end) {
+        const tag = reader.uint32();
+        switch (tag >>> 3) {
+          case 1: {
+            if (tag !== 10) {
+              break;
+            }
+
+            message.key = reader.string();
+            continue;
+          }
+          case 2: {
+            if (tag !== 16) {
+              break;
+            }
+
+            message.value = reader.int64() as bigint;
+            continue;
+          }
+        }
+        if ((tag & 7) === 4 || tag === 0) {
+          break;
+        }
+        reader.skip(tag & 7);
+      }
+      return message;
+    } finally {
+      (reader as any).__tsProtoDecodeDepth = previousRecursionDepth;
+    }
+  },
+
+  fromJSON(object: any): Replica_TagBytesEntry {
+    return {
+      key: isSet(object.key) ? globalThis.String(object.key) : "",
+      value: isSet(object.value) ? BigInt(object.value) : 0n,
+    };
+  },
+
+  toJSON(message: Replica_TagBytesEntry): unknown {
+    const obj: any = {};
+    if (message.key !== "") {
+      obj.key = message.key;
+    }
+    if (message.value !== 0n) {
+      obj.value = message.value.toString();
+    }
+    return obj;
+  },
+
+  create<I extends Exact<DeepPartial<Replica_TagBytesEntry>, I>>(base?: I): Replica_TagBytesEntry {
+    return Replica_TagBytesEntry.fromPartial(base ?? ({} as any));
+  },
+  fromPartial<I extends Exact<DeepPartial<Replica_TagBytesEntry>, I>>(object: I): Replica_TagBytesEntry {
+    const message = createBaseReplica_TagBytesEntry();
+    message.key = object.key ?? "";
+    message.value = (object.value !== undefined && object.value !== null) ? BigInt(object.value) : 0n;
     return message;
   },
 };
