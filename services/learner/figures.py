@@ -5,7 +5,7 @@ own ledger; a sync is equal only if some replica took the version and each that 
 
     worker_rss_awake     median over the readings of the hybrid replica's worker awake, after its first sleep
     worker_rss_asleep    the same while it was asleep
-    storage_bytes_freed  what a sleep frees: the KV memory that the engine was told to take, and the weights
+    storage_bytes_freed  how much less was behind its weights and KV blocks asleep than awake, by the same readings
 """
 
 from __future__ import annotations
@@ -58,8 +58,9 @@ class Figures:
 
     @property
     def freed_share(self) -> float:
-        """How much the worker's memory falls, as a share of the storages that were freed."""
-        return (self.worker_rss_awake - self.worker_rss_asleep) / self.storage_bytes_freed
+        """How much the worker's memory falls, as a share of the storages that were freed; 0 if none were."""
+        freed = self.storage_bytes_freed
+        return (self.worker_rss_awake - self.worker_rss_asleep) / freed if freed > 0 else 0.0
 
     def faults(self) -> list[str]:
         """Return what is not as it has to be, one sentence each."""
@@ -90,7 +91,7 @@ def figures(job: Job, events: Iterable[Event]) -> Figures:
     added = {event["group_id"] for event in known if event.name == "group_added"}
     trained = {event["group_id"] for event in known if event.name == "group_trained"}
     syncs = [event for event in known if event.name == "synced"]
-    awake, asleep = _memory(known)
+    awake, asleep = _memory(known, "awake"), _memory(known, "asleep")
     return Figures(
         seed=job.seed,
         rewards=[event["reward"] for event in known if event.name == "learned"],
@@ -105,21 +106,26 @@ def figures(job: Job, events: Iterable[Event]) -> Figures:
             len(trained) - ledger["committed"],
             0,
         ),
-        worker_rss_awake=awake,
-        worker_rss_asleep=asleep,
-        storage_bytes_freed=job.hybrid_kv_bytes + _only(known, "job_began")["weight_bytes"],
+        worker_rss_awake=awake.held,
+        worker_rss_asleep=asleep.held,
+        storage_bytes_freed=awake.storages - asleep.storages,
     )
 
 
-def _memory(events: list[Event]) -> tuple[int, int]:
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    held: int
+    storages: int
+
+
+def _memory(events: list[Event], state: str) -> _Memory:
+    """The medians of the hybrid replica's readings in a state, from its first sleep on."""
     readings = [event for event in events if event.name == "memory" and event["replica_id"] == HYBRID]
-    slept = [number for number, event in enumerate(readings) if event["state"] == "asleep"]
-    if not slept:
-        raise IncompleteJob("the hybrid replica was never seen asleep")
-    awake = [event["bytes"] for event in readings[slept[0] :] if event["state"] == "awake"]
-    if not awake:
-        raise IncompleteJob("the hybrid replica was never seen awake after a sleep")
-    return int(statistics.median(awake)), int(statistics.median(readings[number]["bytes"] for number in slept))
+    first = next((number for number, event in enumerate(readings) if event["state"] == "asleep"), len(readings))
+    found = [event for event in readings[first:] if event["state"] == state]
+    if not found:
+        raise IncompleteJob(f"the hybrid replica was never seen {state} after it slept")
+    return _Memory(*(int(statistics.median(event[name] for event in found)) for name in ("bytes", "storages")))
 
 
 def _only(events: list[Event], name: str) -> Event:

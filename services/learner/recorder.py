@@ -1,6 +1,7 @@
 """Collects the events of the job: those of the demo, and what memory each replica holds.
 
-    memory   replica_id, bytes (resident set of its worker), state ("awake", "asleep", "between"): from now on
+    memory   replica_id, bytes (resident set of its worker), storages (bytes behind its weights and KV blocks), state
+             ("awake", "asleep", "between"): from now on
 
 Invariant: a reading is recorded when it changes, with what the replica was at that moment.
 """
@@ -17,17 +18,18 @@ class MemoryRecorder(Recorder):
 
     def __init__(self, job: Job, on_event: OnEvent) -> None:
         super().__init__(job.run_id, 1.0, REPLICAS, on_event)
-        self._memory: dict[str, tuple[int, str]] = {}
+        self._memory: dict[str, tuple[int, int, str]] = {}
 
     def take_replica(self, replica: engine_pb2.Replica) -> None:
         """Take in the present state of a replica."""
         super().take_replica(replica)
         if not replica.HasField("memory_bytes"):
             return
-        replica_id, reading = replica.spec.replica_id, (replica.memory_bytes, memory_state(replica))
-        if self._memory.get(replica_id) != reading:
-            self._memory[replica_id] = reading
-            self.record_now("memory", {"replica_id": replica_id, "bytes": reading[0], "state": reading[1]})
+        held, storages, state = replica.memory_bytes, sum(replica.tag_bytes.values()), memory_state(replica)
+        replica_id = replica.spec.replica_id
+        if self._memory.get(replica_id) != (held, storages, state):
+            self._memory[replica_id] = held, storages, state
+            self.record_now("memory", {"replica_id": replica_id, "bytes": held, "storages": storages, "state": state})
 
 
 def memory_state(replica: engine_pb2.Replica) -> str:

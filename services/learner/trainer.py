@@ -97,13 +97,11 @@ class Trainer:
 
     def _begin(self) -> None:
         job = self._job
-        weights = sum(parameter.nbytes for parameter in self._learner.model.parameters())
         self._reporter.begin(
             steps=job.steps,
             batch_size=job.batch_size,
             group_size=job.group_size,
             policy=POLICY,
-            weight_bytes=weights,
         )
 
     async def _step(self, step: int) -> None:

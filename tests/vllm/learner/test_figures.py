@@ -10,8 +10,8 @@ from services.demo.events import Event
 from services.learner.figures import IncompleteJob, figures
 from services.learner.job import Job
 
-KV, WEIGHTS = 1000, 100
-JOB = Job(seed=7, steps=4, hybrid_kv_bytes=KV)
+STORAGES = 1100
+JOB = Job(seed=7, steps=4)
 
 
 def events(
@@ -20,12 +20,21 @@ def events(
     committed: int = 2,
     trained: tuple[str, ...] = ("a", "b"),
     asleep: int = 2000,
+    kept: int = 0,
 ) -> list[Event]:
     """The events of a job that went well, unless told otherwise."""
-    made: list[tuple[str, dict[str, Any]]] = [("job_began", {"weight_bytes": WEIGHTS})]
+    made: list[tuple[str, dict[str, Any]]] = [("job_began", {})]
     made += [("group_added", {"group_id": name}) for name in ("a", "b")]
     # Before its first sleep a worker may not have touched all of its memory.
-    made += [("memory", reading(*one)) for one in ((1, "awake"), (asleep, "asleep"), (2, "between"), (3000, "awake"))]
+    made += [
+        ("memory", reading(*one))
+        for one in (
+            (1, STORAGES, "awake"),
+            (asleep, kept, "asleep"),
+            (2, STORAGES, "between"),
+            (3000, STORAGES, "awake"),
+        )
+    ]
     made += [("synced", {"version": 0, "replicas": ["h"], "differing": []})]
     made += [("group_trained", {"group_id": name}) for name in trained]
     for step, reward in enumerate(rewards, start=1):
@@ -35,9 +44,9 @@ def events(
     return [Event(float(at), name, values) for at, (name, values) in enumerate(made)]
 
 
-def reading(size: int, state: str) -> dict[str, Any]:
+def reading(size: int, storages: int, state: str) -> dict[str, Any]:
     """What the hybrid replica's worker holds."""
-    return {"replica_id": "hybrid-0", "bytes": size, "state": state}
+    return {"replica_id": "hybrid-0", "bytes": size, "storages": storages, "state": state}
 
 
 def test_a_job_that_went_well() -> None:
@@ -56,7 +65,7 @@ def test_a_job_that_went_well() -> None:
         "lost_groups": 0,
         "worker_rss_awake": 3000,
         "worker_rss_asleep": 2000,
-        "storage_bytes_freed": KV + WEIGHTS,
+        "storage_bytes_freed": STORAGES,
     }
 
 
@@ -68,6 +77,7 @@ def test_a_job_that_went_well() -> None:
         ({"trained": ("a",)}, "1 groups were lost"),
         ({"committed": 1}, "1 groups were lost"),
         ({"asleep": 2500}, "memory fell by 0.45"),
+        ({"kept": STORAGES}, "memory fell by 0.00"),
     ],
 )
 def test_each_fault_is_named(changed: dict[str, Any], fault: str) -> None:
