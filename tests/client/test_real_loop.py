@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.client.real import House, house
+from services.runtime.permissions import Role
+from tests.client.real import House, Locks, house
+from tests.runtime.certificates import Authority
+from tests.security.houses import Tokens
 from turnout.buffer.v1 import buffer_pb2
-from turnout.client import INLINE_BYTES, AsyncEngineClient, PartialFailure
+from turnout.client import INLINE_BYTES, AsyncEngineClient, ClientOptions, PartialFailure, Security
 from turnout.engine.v1 import engine_pb2
 from turnout.scheduler.v1 import events_pb2, scheduler_pb2
 from turnout.trainer import Moved, TrainerHooks, TrainerSetup, WeightTarget
@@ -41,6 +44,23 @@ def setup(place: House, stores: Sequence[str] = ()) -> TrainerSetup:
         engine=place.engine.target,
         buffer_config=buffer_pb2.RunConfig(
             partitions=[buffer_pb2.PartitionConfig(name="train", default_group_size=GROUP)]
+        ),
+        options=place.options(Role.TRAINER),
+    )
+
+
+def locks(directory: Path) -> Locks:
+    """Mutual TLS and tokens: each role of the job with the least that it needs."""
+    authority, tokens = Authority(directory / "tls"), Tokens(directory / "tokens.yaml", "r1")
+    cert, key = authority.issue("service", "127.0.0.1")
+    held = directory / "service.token"
+    held.write_text(tokens.of(Role.SERVICE))
+    client = authority.issue("client", "client")
+    return Locks(
+        {"tls_cert": cert, "tls_key": key, "tls_client_ca": authority.ca, "tokens_file": tokens.write()},
+        {"peer_ca": str(authority.ca), "peer_cert": cert, "peer_key": key, "peer_token_file": held},
+        lambda role: ClientOptions(
+            security=Security(ca=authority.ca, cert=client[0], key=client[1], token=tokens.of(role))
         ),
     )
 
@@ -91,11 +111,16 @@ def train(
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("store", [None, "file"])
-async def test_a_small_training_runs_end_to_end(store: str | None, tmp_path: Path) -> None:
-    """What each part believes of the others' contract is only tested by the parts together."""
-    root = None if store is None else f"file://{tmp_path}"
-    async with house() as place:
+@pytest.mark.parametrize(("store", "locked"), [(None, False), ("file", False), ("file", True)])
+async def test_a_small_training_runs_end_to_end(store: str | None, locked: bool, tmp_path: Path) -> None:
+    """What each part believes of the others' contract is only tested by the parts together.
+
+    So it is with what each may do: behind mutual TLS and tokens, a role that lacks one call stops the training.
+    """
+    payloads = tmp_path / "payloads"
+    payloads.mkdir()
+    root = None if store is None else f"file://{payloads}"
+    async with house(locks(tmp_path) if locked else None) as place:
         worker = RolloutWorker(
             WorkerSetup(
                 "r1",
@@ -105,6 +130,7 @@ async def test_a_small_training_runs_end_to_end(store: str | None, tmp_path: Pat
                 max_tokens=400,
                 store=root,
                 inline_bytes=INLINE_BYTES if root is None else 0,
+                options=place.options(Role.WORKER),
             ),
             reward_fn=lambda job, generation: {"reward": 1.0},
         )
@@ -118,7 +144,7 @@ async def test_a_small_training_runs_end_to_end(store: str | None, tmp_path: Pat
     assert stats.finished >= len(trained) * GROUP
     assert stats.failed == stats.lost == 0
     # What was trained on is deleted, but for what the end of the trainer left to the next.
-    left = await asyncio.to_thread(lambda: sum(path.is_file() for path in tmp_path.rglob("*")))
+    left = await asyncio.to_thread(lambda: sum(path.is_file() for path in payloads.rglob("*")))
     assert left < stats.finished
 
 

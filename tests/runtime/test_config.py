@@ -182,3 +182,38 @@ def test_a_wrong_configuration_ends_with_lines_and_code_2() -> None:
         ["configuration", " lease_s"],
         ["configuration", " retry.max_attempts"],
     ]
+
+
+@pytest.mark.parametrize(
+    ("given", "accepted"),
+    [
+        ({}, False),
+        ({"tls_cert": "c", "tls_key": "k"}, False),
+        ({"tokens_file": "t"}, False),
+        ({"tls_cert": "c", "tls_key": "k", "tokens_file": "t"}, True),
+        ({"tls_cert": "c", "tls_key": "k", "tls_client_ca": "a"}, True),
+        ({"insecure": True}, True),
+    ],
+)
+def test_other_machines_are_served_over_tls_and_with_tokens_or_certificates(
+    given: dict[str, object], accepted: bool
+) -> None:
+    """TLS alone lets in everyone who trusts the server; tokens alone can be read on the way."""
+    flags = {"listen": ["0.0.0.0:1"], **given}
+    if accepted:
+        assert load_settings(ProbeSettings, flags=flags).listen == ["0.0.0.0:1"]
+    else:
+        assert "other machines" in _problems(flags=flags)[0]
+
+
+def test_metrics_for_other_machines_need_client_certificates() -> None:
+    """Prometheus shows no token of ours, and run names are nobody else's business."""
+    flags = {"metrics_listen": "0.0.0.0:1", "tls_cert": "c", "tls_key": "k", "tokens_file": "t"}
+    assert "tls_client_ca" in _problems(flags=flags)[0]
+    assert load_settings(ProbeSettings, flags={**flags, "tls_client_ca": "a"}).metrics_listen == "0.0.0.0:1"
+
+
+@pytest.mark.parametrize("given", [{"tls_cert": "c"}, {"tls_key": "k"}, {"tls_client_ca": "a"}])
+def test_half_of_tls_is_an_error(given: dict[str, str]) -> None:
+    """It would be served in the open, and look as if it were not."""
+    assert "tls_" in _problems(flags=given)[0]
