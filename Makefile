@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PYPROJECTS := pyproject.toml clients/python/pyproject.toml
 # What the linters read. Generated stubs are left out by configuration.
-SOURCES := services clients/python tests tools
+SOURCES := services clients/python examples tests tools
 # The pure domain: what `make coverage` holds to 95 % of branches. Servicers, backends and processes are not in it.
 DOMAIN := services/buffer/domain/*,services/engine/domain/*,services/scheduler/domain/*,services/scheduler/policies/*
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -55,7 +55,7 @@ test-vllm: $(VLLM)/.ready ## everything against a real vLLM on this machine's CP
 	$(VLLM)/bin/python -m pytest -W default tests/vllm
 
 test-stores: $(RAY)/.dev ## payload stores and engines over real Ray and TransferQueue, tensors of torch (makes an environment of 2 GB at first)
-	$(RAY)/bin/python -m pytest tests/client/stores tests/client/tensors tests/cluster
+	$(RAY)/bin/python -m pytest tests/client/stores tests/client/tensors tests/cluster tests/examples
 
 test-ray: $(RAY)/.dev ## deployments on a Ray cluster of several nodes on this machine: nodes die, actors are killed, a job goes on
 	$(RAY)/bin/python -m pytest tests/ray_deploy

@@ -34,5 +34,9 @@ buffer: Final[click.Command] = _group(
     audit=Entry("services.cli.buffer_audit:buffer_audit", "Account for every group, from a data directory."),
     own=Entry("services.cli.buffer_own:buffer_own", "Delete in an external payload store what the buffer lets go."),
 )
-engine: Final[click.Command] = _group("engine", "engine controller, or with --agent the replicas of one node")
+engine: Final[click.Command] = _group(
+    "engine",
+    "engine controller, or with --agent the replicas of one node",
+    register=Entry("services.cli.engine_register:engine_register", "Make replicas known to a run's controller."),
+)
 scheduler: Final[click.Command] = _group("scheduler", "switch scheduler")

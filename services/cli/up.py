@@ -14,11 +14,14 @@ import click
 
 from services.cli.examples import with_examples
 from services.cli.failures import CommandFailed
+from services.cli.reference_engines import ReferenceEngines
 from services.cli.running import run_async, until_stopped
 from services.cli.targets import BUFFER, ENGINE, SCHEDULER
 from services.processes.child import ChildFailed, ChildSpec
 from services.processes.fleet import Fleet
 from services.processes.service import service_spec
+from turnout.channels import Security
+from turnout.client import ClientOptions, TurnoutError
 
 _SERVICES: Final = ("buffer", "engine", "scheduler")
 """In the order of their starts; they stop the other way round, so that nobody misses a peer that is still needed."""
@@ -28,10 +31,12 @@ _SERVICES: Final = ("buffer", "engine", "scheduler")
     help=with_examples(
         "Run the replay buffer, the engine controller and the switch scheduler on this machine, each in a process of "
         "its own, until Ctrl-C. What is not an option here is set by TURNOUT_BUFFER_*, TURNOUT_ENGINE_* and "
-        "TURNOUT_SCHEDULER_* variables or a YAML file, as for the single services.",
+        "TURNOUT_SCHEDULER_* variables or a YAML file, as for the single services. With --reference come engines "
+        "that follow every command and make up tokens: enough to write a trainer or a worker against, without a GPU.",
         "turnout up",
         "turnout up --buffer 127.0.0.1:0 --engine 127.0.0.1:0 --scheduler 127.0.0.1:0   free ports, printed",
         "turnout up --data-dir ./turnout-data          all three remember",
+        "turnout up --run my-run --reference 1:1       with a hybrid and a standalone reference engine",
         "turnout up --buffer unix:/tmp/turnout-buffer.sock",
     )
 )
@@ -54,6 +59,8 @@ _SERVICES: Final = ("buffer", "engine", "scheduler")
 @click.option("--peer-cert", metavar="FILE", help="The certificate that they show each other, for mutual TLS.")
 @click.option("--peer-key", metavar="FILE", help="Its private key.")
 @click.option("--peer-token-file", metavar="FILE", help="File with the token that they show each other.")
+@click.option("--run", "run_id", metavar="RUN", help="With --reference: the run that the engines generate for.")
+@click.option("--reference", metavar="HYBRID:STANDALONE", help="Run so many reference engines too, for --run.")
 @click.option("--insecure", is_flag=True, help="Allow addresses that other machines can reach, without TLS and tokens.")
 @click.option(
     "--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info", show_default=True
@@ -63,11 +70,14 @@ def up(
     engine: str,
     scheduler: str,
     data_dir: Path | None,
+    run_id: str | None,
+    reference: str | None,
     insecure: bool,
     log_level: str,
     **security: str | None,
 ) -> None:
     """Run the three services."""
+    engines = ReferenceEngines.parse(run_id, reference)
     common = ["--log-level", log_level, *(("--insecure",) if insecure else ())]
     peers: list[str] = []
     for option, value in security.items():
@@ -81,14 +91,27 @@ def up(
     specs = [
         service_spec(name, "--listen", addresses[name], *kept[name], *common, *calling[name]) for name in _SERVICES
     ]
-    run_async(_run(specs))
+    options = ClientOptions()
+    if engines:
+        # First, so that it stops last: to the controller nothing dies.
+        specs.insert(0, engines.spec(*common))
+        if peers:
+            options = ClientOptions(
+                security=Security(
+                    ca=security["peer_ca"],
+                    cert=security["peer_cert"],
+                    key=security["peer_key"],
+                    token_file=security["peer_token_file"],
+                )
+            )
+    run_async(_run(specs, engines, options))
 
 
-async def _run(specs: list[ChildSpec]) -> None:
+async def _run(specs: list[ChildSpec], engines: ReferenceEngines | None, options: ClientOptions) -> None:
     stop = asyncio.create_task(until_stopped())
     try:
         async with Fleet() as fleet:
-            starting = asyncio.create_task(_start(fleet, specs))
+            starting = asyncio.create_task(_start(fleet, specs, engines, options))
             await asyncio.wait({starting, stop}, return_when=asyncio.FIRST_COMPLETED)
             if not starting.done():
                 starting.cancel()
@@ -98,15 +121,22 @@ async def _run(specs: list[ChildSpec]) -> None:
             await fleet.run(_until(stop))
     except ChildFailed as failed:
         raise CommandFailed(str(failed), failed.last_lines) from failed
+    except TurnoutError as error:
+        raise CommandFailed(f"the engines could not be registered: {error}") from error
     finally:
         stop.cancel()
 
 
-async def _start(fleet: Fleet, specs: list[ChildSpec]) -> None:
+async def _start(
+    fleet: Fleet, specs: list[ChildSpec], engines: ReferenceEngines | None, options: ClientOptions
+) -> None:
     children = await fleet.start_all(*specs, on_error_line=lambda line: click.echo(line, err=True))
     for child in children:
         for target in child.targets:
             click.echo(f"turnout {child.spec.name} listening on {target}")
+    if engines:
+        replicas = await engines.register(children, options)
+        click.echo(f"turnout run {engines.run_id}: {', '.join(replicas)}")
 
 
 async def _until(stop: asyncio.Task[None]) -> None:

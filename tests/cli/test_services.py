@@ -52,6 +52,36 @@ def test_up_runs_three_services_that_status_finds_and_stops_them_in_order(number
         assert not any(map(alive, children))
 
 
+def test_up_with_reference_engines_needs_nothing_else_and_registering_again_is_fine() -> None:
+    """Without it a newcomer has services and nothing that generates."""
+    with running("up", "--run", "a run", "--reference", "2:1", *FREE) as process:
+        assert process.stdout is not None
+        lines = [process.stdout.readline().strip() for _ in range(5)]
+        assert lines[-1] == "turnout run a run: hybrid-0, hybrid-1, standalone-0"
+        targets = dict(re.findall(r"turnout (\w+) listening on (\S+)", "\n".join(lines)))
+        where = ("a run", "--engine", targets["engine"])
+        again = turnout("engine", "register", *where, "--agent", targets["agent"])
+        assert (again.returncode, [line.split()[0] for line in again.stdout.splitlines()]) == (
+            0,
+            ["hybrid-0", "hybrid-1", "standalone-0"],
+        )
+        taken = turnout(
+            "engine", "register", *where, "--replica", "other:hybrid", "--backend", "agent", "--gpu", "other=n"
+        )
+        assert (taken.returncode, "ID=NODE/UUID" in taken.stderr) == (2, True)
+        gone = turnout("engine", "register", *where, "--agent", "127.0.0.1:1")
+        assert (gone.returncode, "UNAVAILABLE" in gone.stderr) == (1, True)
+        code, _, err = stop(process)
+        assert (code, "replica died" in err) == (0, False)
+
+
+@pytest.mark.parametrize("arguments", [("--run", "a"), ("--reference", "1:1"), ("--run", "a", "--reference", "1:0")])
+def test_up_refuses_half_of_an_engine_set(arguments: tuple[str, ...]) -> None:
+    """Before anything is started."""
+    done = turnout("up", *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+
+
 def test_up_with_a_data_directory_remembers_runs(tmp_path: Path) -> None:
     """A person who stops it over night finds the run in the morning."""
     kept = ("--data-dir", str(tmp_path / "data"))
