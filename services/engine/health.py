@@ -1,23 +1,27 @@
 """Watches whether the engines answer.
 
-Invariants: every replica is probed every `interval` wall seconds, and at once when somebody suspects it; probing one
-never waits for another. So a replica that hangs or dies is known within `interval` + the probe's time limit.
+Invariants: every replica is probed every `interval` wall seconds, and at once when somebody suspects it or its engine
+shows a sign of death; probing one never waits for another. So an idle engine that dies is known within a second, one
+that hangs within `interval` + the probe's time limit.
 """
 
 from __future__ import annotations
 
 import asyncio
-from typing import Final
+from typing import Any, Final
 
 from services.engine.domain.spec import Health
 from services.engine.fleet import Fleet
 from services.engine.slot import Slot
+from services.engine.wire.replicas import health_name
 from services.runtime.host import HostContext
 from services.runtime.logs import get_logger
 
 SHORTEST_PAUSE_S: Final = 0.05
 """Between two probes of a replica that is suspected over and over, so that a broken one costs little."""
 
+DOUBT_S: Final = 0.5
+"""Until the next probe of an engine that showed a sign of death and answers all the same: it may be about to stop."""
 
 _LOG = get_logger("engine")
 
@@ -33,15 +37,13 @@ class Prober:
 
     def watch(self, slot: Slot) -> None:
         """Probe a replica until it is deregistered."""
+        self._report_replicas()
         self._context.tasks.spawn(f"probe {slot.replica_id}", self._loop(slot))
 
     async def _loop(self, slot: Slot) -> None:
+        doubted = False
         while self._fleet.holds(slot):
-            try:
-                async with asyncio.timeout(self._interval):
-                    await slot.probe_wanted.wait()
-            except TimeoutError:
-                pass
+            signed = await self._due(slot, doubted)
             slot.probe_wanted.clear()
             if self._fleet.holds(slot):
                 try:
@@ -50,10 +52,30 @@ class Prober:
                     # A replica that nobody probes would keep its route for ever.
                     _LOG.exception("probe failed unexpectedly", replica_id=slot.replica_id)
                 self.report()
+                doubted = signed and slot.replica.health is Health.HEALTHY
                 await asyncio.sleep(SHORTEST_PAUSE_S)
+
+    async def _due(self, slot: Slot, doubted: bool) -> bool:
+        """Wait until a probe is due; returns whether that is for a sign of death."""
+        waits: list[asyncio.Future[Any]] = [asyncio.ensure_future(slot.probe_wanted.wait())]
+        if not doubted and slot.replica.health is Health.HEALTHY:
+            waits.append(asyncio.ensure_future(slot.watch()))
+        timeout = min(self._interval, DOUBT_S) if doubted else self._interval
+        try:
+            await asyncio.wait(waits, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            return any(wait.done() for wait in waits[1:])
+        finally:
+            for wait in waits:
+                wait.cancel()
+            await asyncio.gather(*waits, return_exceptions=True)
 
     def report(self) -> None:
         """Tell gRPC health: NOT_SERVING while suspended, or while there are replicas and none of them answers."""
         slots = self._fleet.all
         answers = not slots or any(slot.replica.health is Health.HEALTHY for slot in slots)
         self._context.set_serving(answers and not self.suspended)
+        self._report_replicas()
+
+    def _report_replicas(self) -> None:
+        healths = {health_name(slot.replica_id): slot.replica.health is Health.HEALTHY for slot in self._fleet.all}
+        self._context.set_parts(healths)

@@ -239,6 +239,10 @@ class Slot:
                 "ENGINE_UNRESPONSIVE", f"the engine of {self.replica_id} answers no probe", replica_id=self.replica_id
             ) from None
 
+    async def watch(self) -> None:
+        """Wait for a sign that the engine is gone. It may be wrong: a probe has to tell."""
+        await self._guard(self.backend.watch())
+
     async def probe_in_background(self) -> None:
         """Check the engine's health; take its state over only if no command was under way meanwhile."""
         quiet = not self._lock.locked()

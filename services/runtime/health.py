@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Mapping
 from typing import Any, Final
 
 import grpc.aio
@@ -31,13 +31,14 @@ METRICS: Final = "turnout-metrics"
 
 
 class Health(health_pb2_grpc.HealthServicer):
-    """The health of one server: "" stands for the whole, the other names for its services."""
+    """The health of one server: "" stands for the whole, the other names for its services and their parts."""
 
     SERVING = Response.SERVING
 
     def __init__(self, draining: Draining) -> None:
         self._draining = draining
         self._names = {""}
+        self._parts: dict[str, bool] = {}
         self._serving = False
         self._changed = asyncio.Event()
         self.facts: dict[str, str] = {}
@@ -49,16 +50,30 @@ class Health(health_pb2_grpc.HealthServicer):
 
     def set_serving(self, serving: bool) -> None:
         """Say whether the service can be used. While it drains it cannot, whatever is said here."""
-        self._serving = serving
+        if serving != self._serving:
+            self._serving = serving
+            self._tell()
+
+    def set_parts(self, parts: Mapping[str, bool]) -> None:
+        """Name what the service depends on, and whether each can be used; those named before are forgotten."""
+        if parts != self._parts:
+            self._parts = dict(parts)
+            self._tell()
+
+    def _tell(self) -> None:
         # Whoever waits holds this event; the next ones wait on a new one.
         self._changed.set()
         self._changed = asyncio.Event()
 
     def status(self, service: str) -> int:
         """Return the ServingStatus of a service by its full name."""
-        if service not in self._names:
+        if service in self._names:
+            usable = self._serving
+        elif service in self._parts:
+            usable = self._parts[service]
+        else:
             return Response.SERVICE_UNKNOWN
-        return Response.SERVING if self._serving and not self._draining.is_set else Response.NOT_SERVING
+        return Response.SERVING if usable and not self._draining.is_set else Response.NOT_SERVING
 
     async def Check(
         self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext[Any, Any]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Final, TypeAlias, cast
@@ -56,6 +56,8 @@ class HostContext:
     discovery: Discovery
     set_serving: Callable[[bool], None]
     """Report that the service cannot be used for now (False), or can again: its health tells, calls still arrive."""
+    set_parts: Callable[[Mapping[str, bool]], None]
+    """Report by name whether what the service depends on can be used: health answers for these names too."""
 
 
 class HostedService(ABC):
@@ -133,6 +135,7 @@ class ServiceHost:
             metrics=new_registry(),
             discovery=Discovery(self.name),
             set_serving=self._health.set_serving,
+            set_parts=self._health.set_parts,
         )
         self._health.facts[VERSION] = own_version()
         self.context.metrics.register(Identity(self.name, lambda: self._health.status("") == Health.SERVING))

@@ -67,6 +67,9 @@ class Recorder:
         state = await self.engine.probe()
         return state
 
+    async def watch(self) -> None:
+        await self.engine.watch()
+
     async def sleep(self, level: int, timeout: float) -> Answer:
         return self._reach(await self._do(f"sleep({level})", lambda: self.engine.sleep(level, timeout)))
 

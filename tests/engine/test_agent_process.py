@@ -130,6 +130,14 @@ async def test_h38_a_killed_agent_loses_no_request_and_must_be_updated(how: str)
             assert {(r.route, r.weight_version) for r in now.values()} == {(pb.ROUTE_STATE_SERVING, 4)}
 
 
+async def test_h38_the_death_of_an_idle_agent_is_noticed_without_a_probe() -> None:
+    """No request and no command is there to fail, and the next probe is an hour away."""
+    async with agent("s0:standalone") as first, running(probe_interval=3600) as engine:
+        await register_at(engine, first, "s0")
+        first.process.kill()
+        await health(engine, "s0", pb.REPLICA_HEALTH_DEAD)
+
+
 async def test_h38_a_stopped_agent_is_unresponsive_and_serves_again_when_it_goes_on() -> None:
     """It keeps its connections open and answers nothing, like a process in a debugger or out of memory."""
     async with (

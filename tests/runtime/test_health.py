@@ -83,6 +83,26 @@ async def test_h61_unknown_services_are_told_apart() -> None:
         watch.cancel()
 
 
+async def test_h61_a_part_has_a_health_of_its_own() -> None:
+    """One dead engine of several leaves its agent usable, and whoever watches that engine hears of no other."""
+    async with probe_host() as host, grpc.aio.insecure_channel(host.target) as channel:
+        stub = HealthStub(channel)
+        host.context.set_parts({"x/1": True, "x/2": True})
+        watch = stub.Watch(health_pb2.HealthCheckRequest(service="x/1"))
+        seen = [(await watch.read()).status]
+        host.context.set_parts({"x/1": True, "x/2": False})
+        assert [await _check(stub, name) for name in ("x/1", "x/2", SERVICE)] == [
+            Response.SERVING,
+            Response.NOT_SERVING,
+            Response.SERVING,
+        ]
+        for parts in ({"x/1": False}, {}):
+            host.context.set_parts(parts)
+            seen.append((await watch.read()).status)
+        watch.cancel()
+    assert seen == [Response.SERVING, Response.NOT_SERVING, Response.SERVICE_UNKNOWN]
+
+
 async def test_h61_watchers_hear_the_stop_and_do_not_delay_it() -> None:
     """A Watch stream never ends by itself, so each one would hold a stop until the grace is over."""
     host = probe_host()

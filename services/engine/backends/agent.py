@@ -13,6 +13,7 @@ from typing import Any, Final, TypeVar
 
 import google_crc32c
 import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.engine.backends.base import Answer, EngineOutput, EngineProgress, EngineRequest
 from services.engine.domain.engine_state import EngineState
@@ -20,7 +21,7 @@ from services.engine.domain.operations import OutcomeKind
 from services.engine.domain.spec import Cache, PauseMode, ReplicaSpec
 from services.engine.wire.enums import CACHES, LEVELS, OUTCOME_KINDS, PAUSE_MODES
 from services.engine.wire.operations import read_failure, read_shards, write_duration
-from services.engine.wire.replicas import read_state
+from services.engine.wire.replicas import health_name, read_state
 from services.engine.wire.requests import read_output, write_engine_request
 from services.runtime.discovery import metrics_address
 from services.runtime.errors import TurnoutError, invalid_argument, not_found
@@ -46,6 +47,8 @@ class Agent:
         self._control, self._data = open_peer(target, security), open_peer(target, security)
         self.control = engine_pb2_grpc.EngineControllerStub(self._control.stubs)
         self.data = engine_pb2_grpc.EngineControllerStub(self._data.stubs)
+        # Its type stubs know no asyncio.
+        self.health: Any = health_pb2_grpc.HealthStub(self._control.stubs)
         self._reading: asyncio.Future[pb.ProgressReport] | None = None
 
     async def progress(self, run_id: str) -> pb.ProgressReport:
@@ -137,6 +140,19 @@ class AgentBackend:
         if state is None:
             raise not_found("REPLICA_NOT_FOUND", f"the agent has no replica {self._replica_id!r}")
         return state
+
+    async def watch(self) -> None:
+        # A call that is held: it ends with the agent's process, and tells of the engine what the agent sees.
+        request = health_pb2.HealthCheckRequest(service=health_name(self._replica_id))
+        call = self._agent.health.Watch(request)
+        try:
+            async for told in call:
+                if told.status != health_pb2.HealthCheckResponse.SERVING:
+                    return
+        except grpc.RpcError:
+            return
+        finally:
+            call.cancel()
 
     async def progress(self) -> EngineProgress:
         report = await self._ask(self._agent.progress(self._run_id))

@@ -2,9 +2,9 @@
 
 Invariants: a call returns only when the engine has confirmed it, and raises a TurnoutError otherwise: UNAVAILABLE /
 ENGINE_DEAD if the engine is gone, and never OK for a reply that carries an error. Calls of one replica come one after
-the other, except `probe`, `abort`, `generate` and `progress`, which may come at any time and are never queued behind
-the others. `timeout` is in wall seconds and tells the engine how long the caller will wait; the caller keeps its own
-watch.
+the other, except `probe`, `watch`, `abort`, `generate` and `progress`, which may come at any time and are never queued
+behind the others. `timeout` is in wall seconds and tells the engine how long the caller will wait; the caller keeps its
+own watch.
 """
 
 from __future__ import annotations
@@ -82,6 +82,13 @@ class Backend(Protocol):
 
     async def probe(self) -> EngineState:
         """Read the engine's state. An engine that answers but hangs raises DEADLINE_EXCEEDED / ENGINE_UNRESPONSIVE."""
+        ...
+
+    async def watch(self) -> None:
+        """Return at the first sign that the engine is gone, within half a second and at next to no cost.
+
+        A probe tells whether it is; so whatever cannot be made out is a sign too.
+        """
         ...
 
     async def sleep(self, level: int, timeout: float) -> Answer:

@@ -31,6 +31,10 @@ T = TypeVar("T")
 DRAIN_LOOK_S: Final = 0.02
 """Wall seconds between two counts of what is left in an engine; vLLM has no event for it."""
 
+LOOK_S: Final = 0.5
+"""Wall seconds between two looks at an idle engine: its death is known within a second, and over HTTP a look costs a
+millisecond or two of processor time."""
+
 NEEDED: Final = frozenset({calls.PAUSE, calls.PAUSE_MODE})
 """Without these an engine cannot be stopped safely (vLLM before 0.18)."""
 
@@ -115,6 +119,16 @@ class GuardedBackend:
         }
         offered = {name for call, name in named.items() if call in self._surface.offers}
         return frozenset(offered | {"pause_wait"})
+
+    async def watch(self) -> None:
+        try:
+            while True:
+                # A call that is under way looks by itself.
+                if not self._line.busy:
+                    await self._surface.check()
+                await asyncio.sleep(LOOK_S)
+        except TurnoutError:
+            return
 
     async def progress(self) -> EngineProgress:
         await self._surface.check()

@@ -8,6 +8,7 @@ last tag starts scheduling; without weights it generates garbage and reports no 
 
 from __future__ import annotations
 
+import asyncio
 import json
 import secrets
 from collections.abc import AsyncIterator, Sequence
@@ -63,6 +64,7 @@ class ReferenceEngine:
         self._shards = [Memory(config.weights_bytes, config.kv_bytes) for _ in range(spec.shards)]
         self._faults = Faults()
         self._dead = ""
+        self._died = asyncio.Event()
         self._sleep_level = 0
         self._pause_mode: PauseMode | None = None
         self._paused = False
@@ -100,6 +102,9 @@ class ReferenceEngine:
             tag_bytes={tag: sum(each.behind(tag) for each in self._shards) for tag in self._shards[0].tags},
             incarnation=self._incarnation,
         )
+
+    async def watch(self) -> None:
+        await self._died.wait()
 
     async def progress(self) -> EngineProgress:
         self._require_alive()
@@ -312,6 +317,7 @@ class ReferenceEngine:
 
     def _fail_all(self, why: str) -> None:
         self._dead = why
+        self._died.set()
         self.batch.fail_all(engine_dead(f"the engine of {self._spec.replica_id} died: {why}"))
 
     def _require_update(self) -> tuple[int, bool]:

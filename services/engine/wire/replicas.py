@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from services.engine.domain.engine_state import EngineState
 from services.engine.domain.spec import Flags, Gpu, Health, ReplicaSpec
 from services.engine.slot import Slot
 from services.engine.wire.enums import HEALTHS, LEVELS, PAUSE_MODES, ROLES, ROUTES, WEIGHTS_ORIGINS, WEIGHTS_STATES
 from services.runtime.errors import deadline_exceeded, unavailable
 from turnout.engine.v1 import engine_pb2 as pb
+
+_SERVICE: Final = pb.DESCRIPTOR.services_by_name["EngineController"].full_name
+
+
+def health_name(replica_id: str) -> str:
+    """The name under which gRPC health answers for a replica."""
+    return f"{_SERVICE}/{replica_id}"
 
 
 def read_spec(spec: pb.ReplicaSpec) -> ReplicaSpec:

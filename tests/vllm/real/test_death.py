@@ -54,6 +54,17 @@ async def test_h38_a_killed_core_ends_everything_within_a_second(mortal: Engine)
     assert (await mortal.generate(5)).error is not None
 
 
+async def test_h38_a_core_that_is_killed_while_idle_is_noticed(mortal: Engine) -> None:
+    """Nothing is in the engine that could fail, and no probe is due."""
+    watching = asyncio.create_task(mortal.backend.watch())
+    await asyncio.sleep(0.1)
+    killed = time.monotonic()
+    os.kill(core(mortal), signal.SIGKILL)
+    await watching
+    await refused(mortal.backend.probe(), "UNAVAILABLE", "ENGINE_DEAD")
+    assert time.monotonic() - killed < 2 * SOON_S
+
+
 async def test_a_death_in_a_call_that_vllm_never_ends(mortal: Engine) -> None:
     """The core is stopped in the middle of a call, and killed: nothing in vLLM would wake whoever waits."""
     os.kill(core(mortal), signal.SIGSTOP)
