@@ -58,6 +58,11 @@ class Groups:
         """Whether the group is in flight."""
         return group in self._groups
 
+    @property
+    def decoding(self) -> bool:
+        """Whether anything that the last reading showed is still on its way."""
+        return any(group.running for group in self._groups.values())
+
     def clear(self) -> None:
         """Forget all groups: another life of the run begins. What runs is in the next reading."""
         self._groups.clear()

@@ -112,6 +112,9 @@ class Knowledge:
 
     def since_reading(self, now: float) -> float:
         """Seconds in which what the last reading showed went on decoding."""
+        if not self.groups.decoding:
+            # A batch that is yet to come has not decoded since then.
+            return 0.0
         return max(now - max(self.groups.read_at or 0.0, self._decoding_from), 0.0)
 
     def setting(self) -> Setting:
