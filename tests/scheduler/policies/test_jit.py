@@ -160,6 +160,19 @@ def test_does_not_lend_when_training_covers_generation() -> None:
     assert decision.numbers["wait_alone_seconds"] == pytest.approx(0.0, abs=1e-6)
 
 
+def test_a_batch_that_is_yet_to_come_has_not_decoded_since_the_last_reading() -> None:
+    """Everything had finished at the step's end: the next batch was taken for as far along as the reading was old, and
+    no lend ever looked worth it."""
+    scene = Scene()
+    scene.history()
+    scene.running(4)
+    for number in range(4):
+        scene.feed(GroupFinished(at=scene.now, group=f"g{number}", lengths=(4000,) * SIZE))
+    scene.now += 600
+    decision = scene.end(1, sampleable=4, in_flight=0)
+    assert decision.numbers["wait_alone_seconds"] > 100
+
+
 def test_never_lends_at_the_last_step() -> None:
     """Nothing follows it."""
     scene = Scene()
@@ -288,6 +301,15 @@ def test_below_95_percent_coverage_verl_decides_and_the_answer_says_so() -> None
     assert verl.name == "verl"
     scene.running(64, covered=0.95)
     assert "verl decides" not in scene.end(1, 0, 64).reason
+
+
+def test_where_no_request_was_ever_seen_verl_decides_once_groups_have_finished() -> None:
+    """Without any progress there is no share to be below 95 %, and the policy lent for ever to find out."""
+    scene = Scene()
+    assert "verl decides" not in scene.end(1, 0, 64).reason
+    scene.history()
+    scene.feed(StepBegan(at=scene.now, step=2))
+    assert scene.end(2, 0, 64).reason.startswith("None of the running requests is visible, so verl decides: ")
 
 
 def test_switching_off_is_off() -> None:

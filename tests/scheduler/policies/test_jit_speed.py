@@ -81,6 +81,33 @@ def test_windows_in_which_something_moved_teach_nothing() -> None:
     assert model.line == before
 
 
+def test_a_reclaim_that_is_told_when_it_is_over_teaches_nothing() -> None:
+    """While a slow reclaim is under way standalone replicas prefill what moved: taken for slow decoding at a high load,
+    that made every lend look worth twice what it was."""
+    model = SpeedModel()
+    engines = Engines(model)
+    engines.run(200, a=50, b=250)
+    before = model.line
+    model.hold_s = 30.0
+    began = engines.now
+    engines.run(20, stalled_s=20, a=50, b=250)
+    model.moved(engines.now, tokens=50_000 * 20, since=began)
+    assert model.line == before
+
+
+def test_what_ended_before_a_reclaim_began_is_learned_from_it() -> None:
+    """Windows held back for ever would hide that engines slowed down while GPUs were lent."""
+    model = SpeedModel()
+    engines = Engines(model)
+    engines.run(400, a=50, b=250)
+    model.hold_s = 1_000.0
+    engines.base, engines.slope = 0.015, 0.00015
+    engines.run(60, a=50, b=250)
+    assert model.token_s(100) == pytest.approx(0.020, rel=0.05)
+    model.moved(engines.now + 5, tokens=0, since=engines.now)
+    assert model.token_s(100) == pytest.approx(0.030, rel=0.1)
+
+
 def test_prefill_is_learned_from_stalls_where_it_is_not_reported() -> None:
     """Moved tokens at four times the guessed price cost more than most lends gain."""
     model = SpeedModel()

@@ -4,6 +4,8 @@ Invariants: the same events give the same forecast, whatever was asked in betwee
 last change); without a topology the replicas that report themselves are counted.
 """
 
+from math import inf
+
 from services.scheduler.policies.config import RunConfig
 from services.scheduler.policies.jit.forecast import Forecast, forecast
 from services.scheduler.policies.jit.hindsight import Hindsight
@@ -29,6 +31,11 @@ from services.scheduler.policies.types import (
     TopologyChanged,
 )
 
+# Below, what is not seen decides more than what is.
+_COVERAGE = 0.95
+# A reclaim takes at most so many times what the last ones took.
+_RECLAIM_MARGIN = 2.0
+
 
 class Knowledge:
     """Feed it every event. `sampleable`: groups that can be sampled, as last observed."""
@@ -52,6 +59,13 @@ class Knowledge:
     def ready(self) -> bool:
         """Whether there is enough to predict with: lengths, and a reading of what runs."""
         return self.lengths.ready and self.groups.read_at is not None
+
+    @property
+    def blind(self) -> bool:
+        """Whether too little of what runs is visible; so it is too where groups finish and no reading ever came."""
+        if self.groups.read_at is None:
+            return self.lengths.ready
+        return self.groups.coverage < _COVERAGE
 
     @property
     def hybrids(self) -> int:
@@ -154,8 +168,12 @@ class Knowledge:
     def _moved(self, event: LendDone | ReclaimDone | SyncDone) -> None:
         """Requests were aborted somewhere, and prefill what they had."""
         self._decoding_from = event.at
-        replicas = self.standalones + (self.hybrids if isinstance(event, LendDone) else 0)
-        self.speed.moved(event.at, self.groups.tokens / replicas)
+        lent = isinstance(event, LendDone)
+        replicas = self.standalones + (self.hybrids if lent else 0)
+        self.speed.moved(event.at, self.groups.tokens / replicas, event.at - event.cost_s)
+        if not isinstance(event, SyncDone):
+            # Until one was measured, a reclaim may take any time.
+            self.speed.hold_s = (_RECLAIM_MARGIN * self.rhythm.reclaim_s or inf) if lent else 0.0
         if isinstance(event, ReclaimDone):
             self._decoding_from = event.at - event.cost_s
             self.speed.prefilling(event.at - event.cost_s, self.groups.hybrid_tokens, self.standalones)

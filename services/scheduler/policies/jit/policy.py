@@ -30,8 +30,6 @@ from services.scheduler.policies.types import (
 )
 from services.scheduler.policies.verl import VerlPolicy
 
-# Below, what is not seen decides more than what is.
-COVERAGE = 0.95
 # A plan is looked at again at least this often: readings of running requests come about as often.
 _RECHECK_S = 10.0
 # A reclaim planned sooner than this is due: nothing is learned in between.
@@ -116,7 +114,7 @@ class JitPolicy:
     def decide(self, point: Point, now: float) -> Decision:
         if not self._config.switch.enable_switch:
             return self._off.decide(point, now)
-        if self._known.groups.read_at is not None and self._known.groups.coverage < COVERAGE:
+        if self._known.blind:
             return self._fall_back(point, now)
         if point is Point.STEP_END:
             return self._step_end(now)
@@ -127,9 +125,10 @@ class JitPolicy:
     def _fall_back(self, point: Point, now: float) -> Decision:
         decision = self._verl.decide(point, now)
         share = self._known.groups.coverage
+        seen = f"Only {share:.0%} of the running requests are" if share > 0 else "None of the running requests is"
         return Decision(
             action=decision.action,
-            reason=f"Only {share:.0%} of the running requests are visible, so verl decides: {decision.reason}",
+            reason=f"{seen} visible, so verl decides: {decision.reason}",
             predicted_wait_s=decision.predicted_wait_s,
             numbers={**decision.numbers, "covered_share": share},
             threshold=decision.threshold,

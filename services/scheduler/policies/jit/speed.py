@@ -4,9 +4,10 @@ s(b), seconds per token and request at b running requests, is base + slope x b; 
 scale follows the last windows, since engines slow down and speed up as a whole.
 
 Invariants: s(b) is positive and does not fall with b; a window in which GPUs or weights moved teaches nothing about
-decoding.
+decoding. A move is told when it is over, so a window is held back for as long as one may have been under way.
 """
 
+from collections import deque
 from dataclasses import dataclass, field
 
 from services.scheduler.policies.types import Pool, ReplicaCounters
@@ -41,6 +42,15 @@ class _Reading:
     running: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Window:
+    """Ended at `at`, with so many running and so many seconds per token."""
+
+    at: float
+    running: float
+    token_s: float
+
+
 @dataclass(slots=True)
 class _Stall:
     since: float
@@ -63,6 +73,9 @@ class SpeedModel:
         self._base, self._slope = _BASE_S, _SLOPE_S
         self._prefill: dict[str, float] = {}
         self._learned: float | None = None
+        self._held: deque[_Window] = deque()
+        self.hold_s = 0.0
+        """Seconds for which a window is held back: GPUs may be on their way home, unannounced."""
         self._stall: _Stall | None = None
 
     @property
@@ -87,8 +100,11 @@ class SpeedModel:
         base, slope = self.line
         return base + slope * running
 
-    def moved(self, at: float, tokens: float) -> None:
-        """GPUs, weights or requests moved at `at`; a replica has about `tokens` to prefill again."""
+    def moved(self, at: float, tokens: float, since: float | None = None) -> None:
+        """GPUs, weights or requests moved, from `since` (None: all at once) to `at`; a replica has about `tokens` to
+        prefill again."""
+        self._release(at if since is None else since)
+        self._held.clear()
         self._quiet_from = max(self._quiet_from, at + _PATIENCE * tokens / self.prefill)
         self._moved_at = at
         self._last.clear()
@@ -106,6 +122,7 @@ class SpeedModel:
         elif self._stall is not None and event.pool is Pool.STANDALONE:
             self._watch_stall(self._stall, event)
         last = self._last.get(event.replica)
+        self._release(event.at - self.hold_s)
         if event.at < self._quiet_from:
             return
         if last is None or event.decoded_tokens < last.decoded:
@@ -119,7 +136,8 @@ class SpeedModel:
         if self._looks_stalled(event.at, took, tokens, running):
             return
         if running >= 1 and tokens > 0 and abs(last.running - event.running_requests) <= 0.3 * running:
-            self._learn(running, took * running / tokens)
+            self._held.append(_Window(event.at, running, took * running / tokens))
+            self._release(event.at - self.hold_s)
 
     def _watch_stall(self, stall: _Stall, event: ReplicaCounters) -> None:
         """Time in which a replica decoded nothing after a reclaim is time in which it prefilled."""
@@ -153,6 +171,12 @@ class SpeedModel:
         """Seconds between two readings that decoding explains."""
         running = max((first.running_requests + last.running_requests) / 2, 1.0)
         return (last.decoded_tokens - first.decoded_tokens) * self.token_s(running) / running
+
+    def _release(self, until: float) -> None:
+        """Learn from the windows that ended by then."""
+        while self._held and self._held[0].at <= until:
+            window = self._held.popleft()
+            self._learn(window.running, window.token_s)
 
     def _learn(self, running: float, token_s: float) -> None:
         expected = self._base + self._slope * running
