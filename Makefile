@@ -13,6 +13,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 RAY := .venv-ray
 # verl 0.9.1 with what its trainer imports (2 GB), for the adapter.
 VERL := .venv-verl
+# The generator of the documentation's site.
+DOCS := .venv-docs
 BUF := node_modules/.bin/buf
 # A real vLLM that runs without a GPU; its pins are made for Python 3.11.
 VLLM := .venv-vllm
@@ -28,7 +30,7 @@ SUDO := $(if $(filter 0,$(shell id -u)),,sudo)
 SECONDS ?= 600
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-vllm test test-all test-vllm test-stores test-ray test-verl test-clients lint types format coverage protos protos-lint bench soak clean
+.PHONY: help demo demo-vllm test test-all test-vllm test-stores test-ray test-verl test-clients lint types format coverage protos protos-lint bench soak docs clean
 
 help: ## list these targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -48,7 +50,7 @@ test: lint types protos-lint ## everything a change has to pass
 	@if [ -f $(VERL)/.dev ]; then $(VERL)/bin/python -m pytest -q -m "verl and smoke" tests/verl/adapter; \
 	else echo "not run: the adapter against verl 0.9.1, which needs $(VERL): make test-verl"; fi
 
-test-all: lint types protos-lint test-vllm ## the same, the slow tests and those against a real vLLM too
+test-all: lint types protos-lint docs test-vllm ## the same, the slow tests and those against a real vLLM too
 	$(BIN)/python -m pytest
 
 test-vllm: $(VLLM)/.ready ## everything against a real vLLM on this machine's CPU
@@ -103,11 +105,15 @@ protos-lint: ## buf lint, and buf breaking against the last release
 bench: $(VENV)/.run ## measure the services on this machine
 	$(BIN)/turnout bench
 
+docs: $(DOCS)/.ready ## build the documentation as a site, into docs/_build
+	$(DOCS)/bin/sphinx-build -W --keep-going -q -b html docs docs/_build
+	@echo "docs/_build/contents.html"
+
 soak: $(VENV)/.dev ## kill, cut and fill the disk for ten minutes, then account for everything (SECONDS=60 SEED=1 ...)
 	$(BIN)/python -m tests.soak --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(SOAK_ARGS)
 
 clean: ## remove what make and the tools made
-	rm -rf $(VENV) $(VLLM) $(RAY) $(VERL) .venv-protos node_modules clients/typescript/node_modules clients/typescript/dist clients/go/bin clients/cpp/build .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage htmlcov dist build
+	rm -rf $(VENV) $(VLLM) $(RAY) $(VERL) $(DOCS) docs/_build .venv-protos node_modules clients/typescript/node_modules clients/typescript/dist clients/go/bin clients/cpp/build .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage htmlcov dist build
 	find services clients tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
@@ -147,6 +153,11 @@ $(VERL)/.dev: $(PYPROJECTS)
 	cachetools codetiming dill packaging pandas datasets torchdata peft accelerate 'transformers>=5.5.3,<5.11' orjson fastapi uvicorn pylatexenc
 	$(VERL)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps verl==0.9.1
 	$(VERL)/bin/python -m pip --disable-pip-version-check install --quiet -e clients/python -e '.[dev]'
+	@touch $@
+
+$(DOCS)/.ready: Makefile
+	@[ -x $(DOCS)/bin/python ] || $(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip --disable-pip-version-check install --quiet 'sphinx>=8' 'myst-parser>=4' 'furo>=2024.8'
 	@touch $@
 
 $(BUF): package.json
