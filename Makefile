@@ -53,7 +53,7 @@ test: lint types protos-lint ## everything a change has to pass
 test-all: lint types protos-lint docs test-vllm ## the same, the slow tests and those against a real vLLM too
 	$(BIN)/python -m pytest
 
-test-vllm: $(VLLM)/.ready ## everything against a real vLLM on this machine's CPU
+test-vllm: $(VLLM)/.ray ## everything against a real vLLM on this machine's CPU
 	$(VLLM)/bin/python -m pytest -W default tests/vllm
 
 test-stores: $(RAY)/.dev ## payload stores and engines over real Ray and TransferQueue, tensors of torch (makes an environment of 2 GB at first)
@@ -136,6 +136,11 @@ $(VLLM)/.ready: $(VLLM_LOCK) $(PYPROJECTS)
 	test -x $(VLLM)/bin/python || $(VLLM_PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps -r $(VLLM_LOCK)
 	$(VLLM)/bin/python -m pip --disable-pip-version-check install --quiet -c $(VLLM_LOCK) -e clients/python -e '.[test]'
+	@touch $@
+
+# Ray beside vLLM is for the test of an engine in an actor alone.
+$(VLLM)/.ray: $(VLLM)/.ready
+	$(VLLM)/bin/python -m pip --disable-pip-version-check install --quiet -c $(VLLM_LOCK) ray==2.60.0
 	@touch $@
 
 # Torch first, and the releases that were tried together.
