@@ -20,6 +20,7 @@ from services.scheduler.domain import events
 from services.scheduler.domain.calls import CallKey, Ending
 from services.scheduler.domain.events import LendKind, Mode
 from services.scheduler.domain.lends import Lend
+from services.scheduler.domain.sync import Sync
 from services.scheduler.hosted import Answered, HostedRun, TrainerCall
 from services.scheduler.policies import decision_metrics
 from services.scheduler.policies.types import Action, Decision, Point
@@ -104,7 +105,7 @@ class Steps:
 
     # --------------------------------------------------------------------------------------------------- steps
 
-    async def begin_step(self, call: Undertaking, step: int, standalone_update_s: float | None) -> Answered:
+    async def begin_step(self, call: Undertaking, step: int, standalone: Sync | None) -> Answered:
         """Open `step`, and reclaim if the policy says so."""
         hosted, run = self._hosted, self._hosted.run
         if not call.decided:
@@ -112,8 +113,8 @@ class Steps:
             if asks:
                 await hosted.read_progress(Point.STEP_BEGIN)
             depth = await hosted.buffer.depth(step) if asks else None
-            if standalone_update_s is not None and not run.announced(step):
-                self._synced(False, standalone_update_s, step - 1)
+            if standalone is not None and not run.announced(step):
+                self._synced(standalone, False, step - 1)
             run.begin_step(step, hosted.moment)
             if run.modes.lent:
                 if depth is not None:
@@ -316,20 +317,20 @@ class Steps:
 
     # ---------------------------------------------------------------------------------------------------- lends
 
-    async def complete_lend(self, lend: Lend, hybrid_update_s: float, standalone_update_s: float | None) -> Answered:
+    async def complete_lend(self, lend: Lend, hybrid: Sync, standalone: Sync | None) -> Answered:
         """The weights of `lend` are installed: let its hybrids serve."""
         hosted, run = self._hosted, self._hosted.run
-        served = await lending.finish(hosted, lend, hybrid_update_s)
-        if standalone_update_s is not None:
-            self._synced(False, standalone_update_s, lend.weight_version)
-        self._synced(True, hybrid_update_s, lend.weight_version)
+        served = await lending.finish(hosted, lend, hybrid.seconds)
+        if standalone is not None:
+            self._synced(standalone, False, lend.weight_version)
+        self._synced(hybrid, True, lend.weight_version)
         metrics = {}
         if lend.counted and run.config.switching:
             metrics = {"timing_s/switch_to_rollout": served.cost_s}
         return Answered(CompletedLend(served.cost_s, metrics, served.failed))
 
-    def _synced(self, hybrid: bool, update_s: float, version: int) -> None:
-        self._hosted.run.synced(hybrid=hybrid, seconds=update_s, weight_version=version, moment=self._hosted.moment)
+    def _synced(self, sync: Sync, hybrid: bool, version: int) -> None:
+        self._hosted.run.synced(sync, hybrid=hybrid, weight_version=version, moment=self._hosted.moment)
 
     async def abandon_lend(self, lend: Lend, reason: str) -> Answered:
         """The weights of `lend` could not be installed: undo it."""

@@ -19,6 +19,7 @@ from services.runtime.waits import duration_seconds
 from services.scheduler import answers
 from services.scheduler.checkpoints import Checkpoints
 from services.scheduler.domain.calls import Call, CallKey
+from services.scheduler.domain.sync import Sync
 from services.scheduler.hosted import Answered, HostedRun, TrainerCall
 from services.scheduler.steps import Steps
 from services.scheduler.undertaking import Undertaking
@@ -47,6 +48,18 @@ async def _told(answering: Awaitable[Answered], tell: Callable[[A], Message]) ->
     return replace(answered, answer=tell(cast(A, answered.answer)))
 
 
+def _sync(request: Any, role: str) -> Sync | None:
+    """What is told of the update of a role, None if there was none."""
+    seconds = optional_s(request, f"{role}_update")
+    if seconds is None:
+        return None
+    if not request.HasField(f"{role}_cost"):
+        return Sync(seconds)
+    cost = getattr(request, f"{role}_cost")
+    tokens = require_non_negative(f"{role}_cost.tokens_recomputed", cost.tokens_recomputed)
+    return Sync(seconds, tokens, optional_s(cost, "blackout") or 0.0)
+
+
 class TrainerCalls:
     """The calls of one hosted run's trainer."""
 
@@ -59,10 +72,10 @@ class TrainerCalls:
 
     def begin_step(self, request: pb.BeginStepRequest) -> TrainerCall:
         """BeginStep."""
-        update_s = optional_s(request, "standalone_update")
+        sync = _sync(request, "standalone")
         key = CallKey(Call.BEGIN_STEP, request.step)
         return _call(
-            key, request, lambda call: _told(self.steps.begin_step(call, request.step, update_s), answers.began_step)
+            key, request, lambda call: _told(self.steps.begin_step(call, request.step, sync), answers.began_step)
         )
 
     def prepare_step(self, request: pb.PrepareStepRequest) -> TrainerCall:
@@ -144,12 +157,11 @@ class TrainerCalls:
     def complete_lend(self, request: pb.CompleteLendRequest) -> TrainerCall:
         """CompleteLend of a lend that is open."""
         lends, key = self._hosted.run.lends, CallKey(Call.COMPLETE_LEND, lend_id=request.lend_id)
-        hybrid_s = optional_s(request, "hybrid_update") or 0.0
-        standalone_s = optional_s(request, "standalone_update")
+        hybrid, standalone = _sync(request, "hybrid") or Sync(0.0), _sync(request, "standalone")
 
         async def work(call: Undertaking) -> Answered:
             lend = lends.require(request.lend_id)
-            return await _told(self.steps.complete_lend(lend, hybrid_s, standalone_s), answers.completed_lend)
+            return await _told(self.steps.complete_lend(lend, hybrid, standalone), answers.completed_lend)
 
         return _call(key, request, work)
 

@@ -2,6 +2,8 @@
 
 import asyncio
 
+import pytest
+
 from services.buffer.service import build as build_buffer
 from services.buffer.settings import BufferSettings
 from services.engine.service import build as build_engine
@@ -94,6 +96,7 @@ async def test_a_job_lends_trains_and_loses_nothing() -> None:
             working = asyncio.create_task(worker.run())
             await hooks.on_train_begin(prompts(0))
             lends = 0
+            costs: list[tuple[float, float]] = []
             for step in range(1, STEPS + 1):
                 await hooks.on_step_begin(step)
                 await hooks.add_groups(step, prompts(step))
@@ -106,6 +109,7 @@ async def test_a_job_lends_trains_and_loses_nothing() -> None:
                     await batch.commit()
                 metrics = await hooks.on_step_end(step)
                 lends += int(metrics["separate_async/decision/should_switch_to_rollout"])
+                costs.append((metrics["turnout/weights/tokens_recomputed"], metrics["turnout/weights/blackout_s"]))
                 if step == 2:
                     await hooks.on_validate_begin(step)
                     await hooks.on_validate_end(step)
@@ -124,6 +128,13 @@ async def test_a_job_lends_trains_and_loses_nothing() -> None:
         assert [event.sequence for event in events] == list(range(1, len(events) + 1))
         kinds = {event.WhichOneof("event") for event in events}
         assert {"groups_added", "group_finished", "trajectory_finished", "topology_changed", "reclaim_done"} <= kinds
+        synced = [event.sync_done for event in events if event.HasField("sync_done") and not event.sync_done.hybrid]
+        # That of the last step would be told with the next one.
+        for told, (tokens, blackout) in zip(synced[1:], costs, strict=False):
+            assert told.tokens_recomputed == tokens
+            assert told.blackout_seconds == pytest.approx(blackout, abs=1e-5)
+        assert len(synced) == STEPS
+        assert all(blackout > 0 for _, blackout in costs), "the one standalone replica was paused"
         modes = [event.mode_changed.to for event in events if event.HasField("mode_changed")]
         assert modes[:4] == [
             events_pb2.MODE_LENDING,

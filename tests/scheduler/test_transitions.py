@@ -329,6 +329,20 @@ async def test_a_weight_update_between_lends_is_told_with_begin_step() -> None:
         await w.stub.BeginStep(request)
         synced = [e.sync_done for e in await trainer.events() if e.HasField("sync_done")]
         assert (synced[-1].hybrid, synced[-1].seconds, synced[-1].weight_version) == (False, 18.0, 0)
+        assert not synced[-1].HasField("tokens_recomputed"), "unknown is not none"
+
+
+async def test_what_a_weight_update_cost_its_requests_is_an_event() -> None:
+    """Reports have no other source."""
+    async with world() as w:
+        trainer = await w.trainer(run_config(on=False))
+        request = pb.BeginStepRequest(run_id="run", epoch=trainer.epoch, step=1)
+        request.standalone_update.seconds = 18
+        request.standalone_cost.tokens_recomputed = 4000
+        request.standalone_cost.blackout.FromMilliseconds(1500)
+        await w.stub.BeginStep(request)
+        synced = [e.sync_done for e in await trainer.events() if e.HasField("sync_done")]
+        assert (synced[-1].tokens_recomputed, synced[-1].blackout_seconds) == (4000, 1.5)
 
 
 async def test_a_controller_that_is_down_keeps_the_trainer_from_gpus_that_were_not_confirmed() -> None:

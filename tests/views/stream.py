@@ -133,6 +133,9 @@ def _step(stream: Stream, step: int, *, last: bool) -> None:
     reason = "The next step would wait 92 s for rollouts; lending ends it 40 s sooner."
     stream.tell(decision_made=decision(step, events_pb2.DECISION_POINT_STEP_END, action, reason, predicted=20.0))
     stream.wait(18)
-    stream.tell(sync_done=events_pb2.SyncDone(hybrid=False, seconds=18.0, weight_version=step))
+    synced = events_pb2.SyncDone(
+        hybrid=False, seconds=18.0, weight_version=step, tokens_recomputed=1000 * step, blackout_seconds=2.0
+    )
+    stream.tell(sync_done=synced)
     if lends:
         stream.lend(events_pb2.LEND_KIND_STEP_END, draw.uniform(12, 18))

@@ -33,6 +33,7 @@ def test_the_parts_of_a_step_add_up_to_its_time(account: RunAccount) -> None:
         assert parts == pytest.approx(step.ended_at - step.began_at)
         assert step.train_s == pytest.approx(256, abs=1)
         assert step.sync_s == 18
+        assert (step.recomputed, step.blackout_s) == (1000 * step.number, 2.0)
 
 
 def test_lends_are_followed_from_the_order_to_the_return(account: RunAccount) -> None:

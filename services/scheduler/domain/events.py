@@ -298,6 +298,8 @@ class SyncDone:
     hybrid: bool
     seconds: float
     weight_version: int
+    tokens_recomputed: int | None = None
+    blackout_seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

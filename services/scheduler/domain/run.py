@@ -19,6 +19,7 @@ from services.scheduler.domain.lends import Lend, Lends
 from services.scheduler.domain.log import EventLog
 from services.scheduler.domain.modes import Modes
 from services.scheduler.domain.resume import Resume
+from services.scheduler.domain.sync import Sync
 from services.scheduler.domain.timings import StepTimings
 from services.scheduler.policies.base import Policy
 from services.scheduler.policies.types import Decision, Point
@@ -339,9 +340,10 @@ class Run:
         self.record(failure, moment)
         self.note_mode(moment)
 
-    def synced(self, *, hybrid: bool, seconds: float, weight_version: int, moment: Moment) -> None:
+    def synced(self, sync: Sync, *, hybrid: bool, weight_version: int, moment: Moment) -> None:
         """Weights reached replicas."""
-        self.record(events.SyncDone(hybrid, seconds, weight_version), moment)
+        done = events.SyncDone(hybrid, sync.seconds, weight_version, sync.tokens_recomputed, sync.blackout_seconds)
+        self.record(done, moment)
 
     # --------------------------------------------------------------------------------------------- checkpoints
 

@@ -43,8 +43,9 @@ class Decision:
 class StepAccount:
     """One step. wait_s: waited for mini-batches with the GPUs in hand; lent_s: from its begin until they were ordered
     back; sync_s, lend_s, reclaim_s: moving weights and GPUs. predicted_wait_s: of the decision that took the GPUs
-    back, or that left them with the trainer at the step before. ages: steps that each group trained on had waited
-    since it was added."""
+    back, or that left them with the trainer at the step before. recomputed, blackout_s: tokens that its weight updates
+    had engines compute again, and seconds without a replica that served. ages: steps that each group trained on had
+    waited since it was added."""
 
     number: int
     began_at: float
@@ -54,6 +55,8 @@ class StepAccount:
     sync_s: float = 0.0
     lend_s: float = 0.0
     reclaim_s: float = 0.0
+    recomputed: int = 0
+    blackout_s: float = 0.0
     predicted_wait_s: float | None = None
     reclaimed_at_depth: int | None = None
     ages: list[int] = field(default_factory=list)
@@ -200,8 +203,13 @@ class RunAccount:
             self.steps[-1].wait_s += event.mini_batch_ended.wait_seconds
 
     def _sync_done(self, event: events_pb2.RunEvent) -> None:
-        if self.steps and not event.sync_done.hybrid:
-            self.steps[-1].sync_s += event.sync_done.seconds
+        if not self.steps:
+            return
+        step, sync = self.steps[-1], event.sync_done
+        if not sync.hybrid:
+            step.sync_s += sync.seconds
+        step.recomputed += sync.tokens_recomputed
+        step.blackout_s += sync.blackout_seconds
 
     def _lend_done(self, event: events_pb2.RunEvent) -> None:
         if self.steps:

@@ -79,6 +79,13 @@ def _tiles(account: RunAccount) -> list[tuple[str, str, str]]:
         ("switching", duration(switch_s), "Lends and reclaims, all together."),
         ("decoded on lent GPUs", _count(decoded), "Tokens, counted between readings of the engines."),
     ]
+    if any(step.recomputed or step.blackout_s for step in account.steps):
+        recomputed = sum(step.recomputed for step in account.steps)
+        blackout_s = sum(step.blackout_s for step in account.steps)
+        tiles += [
+            ("computed again", _count(recomputed), "Tokens of requests that weight updates interrupted."),
+            ("nobody decoding", duration(blackout_s), "Time in weight updates in which no replica served."),
+        ]
     if nets:
         tiles.append(
             (
@@ -165,7 +172,12 @@ def _bars(steps: Sequence[StepAccount]) -> dict[str, object]:
             height = 200 * parts[name] / top
             rects.append({"y": 200 - low - height, "h": height, "colour": colour})
             low += height
-        listed = ", ".join(f"{text} {parts[name]:.1f} s" for name, text, _ in PARTS if parts[name])
+        told = [f"{text} {parts[name]:.1f} s" for name, text, _ in PARTS if parts[name]]
+        if step.recomputed:
+            told.append(f"{step.recomputed} tokens computed again")
+        if step.blackout_s:
+            told.append(f"nobody decoding {step.blackout_s:.1f} s")
+        listed = ", ".join(told)
         bars.append({"x": place * width, "w": width * 0.86, "rects": rects, "title": f"step {step.number}: {listed}"})
     grid = nice_step(top / 4)
     return {

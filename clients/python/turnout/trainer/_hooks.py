@@ -220,10 +220,9 @@ class AsyncTrainerHooks:
         """Open a step. Takes the GPUs back if enough groups are ready; else prepare_step does. Returns the mode."""
         self._check()
         request = scheduler_pb2.BeginStepRequest(run_id=self.setup.run_id, epoch=self.epoch, step=step)
-        if self._lending.untold_s is not None:
-            request.standalone_update.CopyFrom(duration(self._lending.untold_s))
+        self._lending.tell_standalone(request)
         response = await self.scheduler.calls.BeginStep(request)
-        self._lending.untold_s = None
+        self._lending.untold = None
         self._lending.mode = response.mode
         return response.mode
 
@@ -335,8 +334,9 @@ class AsyncTrainerHooks:
     async def on_step_end(self, step: int, update_weights: UpdateWeights | None = None) -> dict[str, float]:
         """Close a step: the scheduler decides, the step's weights reach the engines, and GPUs are lent or not.
 
-        Returns the metrics of the step: separate_async/*, timing_s/*. What the callback raises comes out of here, after
-        the lend was abandoned.
+        Returns the metrics of the step: separate_async/*, timing_s/*, and what the update of the standalone replicas
+        cost their requests: turnout/weights/tokens_recomputed, and turnout/weights/blackout_s, the domain seconds
+        without a replica that served. What the callback raises comes out of here, after the lend was abandoned.
         """
         self._check()
         update = self._callback(update_weights)

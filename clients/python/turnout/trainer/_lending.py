@@ -23,7 +23,7 @@ from turnout.client import (
 from turnout.engine.v1 import engine_pb2
 from turnout.scheduler.v1 import events_pb2, scheduler_pb2
 from turnout.trainer._setup import TrainerSetup
-from turnout.trainer._weights import UpdateWeights, WeightUpdates
+from turnout.trainer._weights import Installed, UpdateWeights, WeightUpdates
 
 _log = logging.getLogger("turnout")
 
@@ -50,8 +50,8 @@ class Lending:
         self._time_scale = time_scale
         self.mode: events_pb2.Mode.ValueType = events_pb2.MODE_UNSPECIFIED
         """Who has the hybrid GPUs, as the scheduler said last."""
-        self.untold_s: float | None = None
-        """Domain seconds that the last standalone update took, until the scheduler was told."""
+        self.untold: Installed | None = None
+        """The last standalone update, until the scheduler was told."""
 
     async def update_standalone(
         self, update: UpdateWeights, version: int, *, allow_older: bool = False
@@ -62,8 +62,8 @@ class Lending:
         installed = await self._weights.install(
             update, role=engine_pb2.REPLICA_ROLE_STANDALONE, version=version, allow_older=allow_older
         )
-        self.untold_s = installed.seconds / self._time_scale
-        return {"timing_s/update_weights": self.untold_s}
+        self.untold = installed
+        return {"timing_s/update_weights": installed.seconds / self._time_scale, **_cost_metrics(installed)}
 
     async def fulfil(self, lend: scheduler_pb2.Lend, update: UpdateWeights) -> dict[str, float]:
         """Bring weights to the replicas of a lend and complete it. Raises what the callback raises."""
@@ -82,7 +82,7 @@ class Lending:
                 raise
             _log.warning("lend %s was abandoned: %s", lend.lend_id, error)
             return {**metrics, "turnout/lend_abandoned": 1.0}
-        self.untold_s = None
+        self.untold = None
         self.mode = response.mode
         if response.failed_replica_ids:
             _log.warning("lent without %s", ", ".join(response.failed_replica_ids))
@@ -101,10 +101,16 @@ class Lending:
             epoch=self._epoch,
             lend_id=lend.lend_id,
             hybrid_update=duration(installed.seconds / self._time_scale),
+            hybrid_cost=_cost(installed),
         )
-        if self.untold_s is not None:
-            request.standalone_update.CopyFrom(duration(self.untold_s))
+        self.tell_standalone(request)
         return await self._scheduler.calls.CompleteLend(request)
+
+    def tell_standalone(self, request: scheduler_pb2.BeginStepRequest | scheduler_pb2.CompleteLendRequest) -> None:
+        """Add the last standalone update to a call, if the scheduler has not been told of it."""
+        if self.untold is not None:
+            request.standalone_update.CopyFrom(duration(self.untold.seconds / self._time_scale))
+            request.standalone_cost.CopyFrom(_cost(self.untold))
 
     async def _abandon(self, lend: scheduler_pb2.Lend, error: BaseException) -> bool:
         reason = f"{type(error).__name__}: {error}"[:1000].encode("utf-8", "replace").decode()
@@ -118,3 +124,16 @@ class Lending:
             _log.warning("lend %s was not abandoned: %s", lend.lend_id, failure)
             return False
         return True
+
+
+def _cost(installed: Installed) -> scheduler_pb2.UpdateCost:
+    return scheduler_pb2.UpdateCost(
+        tokens_recomputed=installed.tokens_recomputed, blackout=duration(installed.blackout_seconds)
+    )
+
+
+def _cost_metrics(installed: Installed) -> dict[str, float]:
+    return {
+        "turnout/weights/tokens_recomputed": float(installed.tokens_recomputed),
+        "turnout/weights/blackout_s": installed.blackout_seconds,
+    }

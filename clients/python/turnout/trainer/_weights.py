@@ -73,14 +73,20 @@ class Installed:
     """Wall time of the whole transaction."""
     failed: list[str] = field(default_factory=list)
     """Replicas that did not take the weights."""
+    tokens_recomputed: int = 0
+    """Tokens of requests that ran, to be computed again."""
+    blackout_seconds: float = 0.0
+    """Domain time during which no replica served."""
 
 
 @dataclass(slots=True)
 class _Reached:
-    """Which replicas took a version so far: whether any did, and those that did not."""
+    """Which replicas took a version so far (whether any did, and those that did not), and what that cost requests."""
 
     some: bool = False
     failed: set[str] = field(default_factory=set)
+    tokens_recomputed: int = 0
+    blackout_seconds: float = 0.0
 
 
 class WeightUpdates:
@@ -132,7 +138,9 @@ class WeightUpdates:
             await self._transaction(request, update_weights, reached)
         if reached.failed:
             _log.warning("version %d did not reach replicas %s", version, ", ".join(sorted(reached.failed)))
-        return Installed(self._engine.link.now() - began, sorted(reached.failed))
+        return Installed(
+            self._engine.link.now() - began, sorted(reached.failed), reached.tokens_recomputed, reached.blackout_seconds
+        )
 
     async def _transaction(
         self,
@@ -145,6 +153,7 @@ class WeightUpdates:
         reached.failed.update(_failed(opened.operation))
         wave, index, later = list(opened.wave), opened.wave_index, list(opened.remaining)
         role = request.selector.roles[0]
+        commit = engine_pb2.CommitWeightUpdateResponse()
         try:
             while wave:
                 target = WeightTarget(role, request.kind, tuple(wave), request.weight_version, opened.update_id, index)
@@ -165,6 +174,9 @@ class WeightUpdates:
             raise
         finally:
             self._unreached.pop(opened.update_id, None)
+            # Of the whole transaction: each answer counts in those before it.
+            reached.tokens_recomputed += commit.tokens_recomputed
+            reached.blackout_seconds += commit.blackout.ToMicroseconds() / 1e6
         return []
 
     async def move_bytes(self, target: WeightTarget, data: Bytes | Sequence[Bytes], *, info_json: str = "") -> None:

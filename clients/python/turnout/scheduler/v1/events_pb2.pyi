@@ -805,20 +805,33 @@ class SyncDone(google.protobuf.message.Message):
     HYBRID_FIELD_NUMBER: builtins.int
     SECONDS_FIELD_NUMBER: builtins.int
     WEIGHT_VERSION_FIELD_NUMBER: builtins.int
+    TOKENS_RECOMPUTED_FIELD_NUMBER: builtins.int
+    BLACKOUT_SECONDS_FIELD_NUMBER: builtins.int
     hybrid: builtins.bool
     """True for hybrid replicas, false for standalone ones."""
     seconds: builtins.float
     """Seconds it took."""
     weight_version: builtins.int
     """Version installed."""
+    tokens_recomputed: builtins.int
+    """Tokens that had to be computed again. Unset: the trainer did not tell."""
+    blackout_seconds: builtins.float
+    """Seconds during which no replica served. Unset: the trainer did not tell."""
     def __init__(
         self,
         *,
         hybrid: builtins.bool = ...,
         seconds: builtins.float = ...,
         weight_version: builtins.int = ...,
+        tokens_recomputed: builtins.int | None = ...,
+        blackout_seconds: builtins.float | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["hybrid", b"hybrid", "seconds", b"seconds", "weight_version", b"weight_version"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_blackout_seconds", b"_blackout_seconds", "_tokens_recomputed", b"_tokens_recomputed", "blackout_seconds", b"blackout_seconds", "tokens_recomputed", b"tokens_recomputed"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_blackout_seconds", b"_blackout_seconds", "_tokens_recomputed", b"_tokens_recomputed", "blackout_seconds", b"blackout_seconds", "hybrid", b"hybrid", "seconds", b"seconds", "tokens_recomputed", b"tokens_recomputed", "weight_version", b"weight_version"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_blackout_seconds", b"_blackout_seconds"]) -> typing.Literal["blackout_seconds"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_tokens_recomputed", b"_tokens_recomputed"]) -> typing.Literal["tokens_recomputed"] | None: ...
 
 Global___SyncDone: typing_extensions.TypeAlias = SyncDone
 

@@ -733,6 +733,7 @@ class BeginStepRequest(google.protobuf.message.Message):
     EPOCH_FIELD_NUMBER: builtins.int
     STEP_FIELD_NUMBER: builtins.int
     STANDALONE_UPDATE_FIELD_NUMBER: builtins.int
+    STANDALONE_COST_FIELD_NUMBER: builtins.int
     run_id: builtins.str
     """The run."""
     epoch: builtins.int
@@ -743,6 +744,10 @@ class BeginStepRequest(google.protobuf.message.Message):
     def standalone_update(self) -> google.protobuf.duration_pb2.Duration:
         """Time the last weight update of standalone replicas took, if there was one since the last call."""
 
+    @property
+    def standalone_cost(self) -> Global___UpdateCost:
+        """What that update cost the requests, if it is known."""
+
     def __init__(
         self,
         *,
@@ -750,11 +755,37 @@ class BeginStepRequest(google.protobuf.message.Message):
         epoch: builtins.int = ...,
         step: builtins.int = ...,
         standalone_update: google.protobuf.duration_pb2.Duration | None = ...,
+        standalone_cost: Global___UpdateCost | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["standalone_update", b"standalone_update"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "run_id", b"run_id", "standalone_update", b"standalone_update", "step", b"step"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["standalone_cost", b"standalone_cost", "standalone_update", b"standalone_update"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "run_id", b"run_id", "standalone_cost", b"standalone_cost", "standalone_update", b"standalone_update", "step", b"step"]) -> None: ...
 
 Global___BeginStepRequest: typing_extensions.TypeAlias = BeginStepRequest
+
+@typing.final
+class UpdateCost(google.protobuf.message.Message):
+    """UpdateCost tells what a weight update cost the requests that ran, as CommitWeightUpdate of the engine tells it."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TOKENS_RECOMPUTED_FIELD_NUMBER: builtins.int
+    BLACKOUT_FIELD_NUMBER: builtins.int
+    tokens_recomputed: builtins.int
+    """Tokens of prompts and outputs that had to be computed again, never negative."""
+    @property
+    def blackout(self) -> google.protobuf.duration_pb2.Duration:
+        """Domain time during which no replica of the run served."""
+
+    def __init__(
+        self,
+        *,
+        tokens_recomputed: builtins.int = ...,
+        blackout: google.protobuf.duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["blackout", b"blackout"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["blackout", b"blackout", "tokens_recomputed", b"tokens_recomputed"]) -> None: ...
+
+Global___UpdateCost: typing_extensions.TypeAlias = UpdateCost
 
 @typing.final
 class BeginStepResponse(google.protobuf.message.Message):
@@ -1346,6 +1377,8 @@ class CompleteLendRequest(google.protobuf.message.Message):
     LEND_ID_FIELD_NUMBER: builtins.int
     HYBRID_UPDATE_FIELD_NUMBER: builtins.int
     STANDALONE_UPDATE_FIELD_NUMBER: builtins.int
+    HYBRID_COST_FIELD_NUMBER: builtins.int
+    STANDALONE_COST_FIELD_NUMBER: builtins.int
     run_id: builtins.str
     """The run."""
     epoch: builtins.int
@@ -1360,6 +1393,14 @@ class CompleteLendRequest(google.protobuf.message.Message):
     def standalone_update(self) -> google.protobuf.duration_pb2.Duration:
         """Time the weight update of standalone replicas took; not part of it."""
 
+    @property
+    def hybrid_cost(self) -> Global___UpdateCost:
+        """What the update of hybrid replicas cost the requests, if it is known."""
+
+    @property
+    def standalone_cost(self) -> Global___UpdateCost:
+        """What the update of standalone replicas cost the requests, if it is known."""
+
     def __init__(
         self,
         *,
@@ -1368,9 +1409,11 @@ class CompleteLendRequest(google.protobuf.message.Message):
         lend_id: builtins.str = ...,
         hybrid_update: google.protobuf.duration_pb2.Duration | None = ...,
         standalone_update: google.protobuf.duration_pb2.Duration | None = ...,
+        hybrid_cost: Global___UpdateCost | None = ...,
+        standalone_cost: Global___UpdateCost | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["hybrid_update", b"hybrid_update", "standalone_update", b"standalone_update"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "hybrid_update", b"hybrid_update", "lend_id", b"lend_id", "run_id", b"run_id", "standalone_update", b"standalone_update"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["hybrid_cost", b"hybrid_cost", "hybrid_update", b"hybrid_update", "standalone_cost", b"standalone_cost", "standalone_update", b"standalone_update"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "hybrid_cost", b"hybrid_cost", "hybrid_update", b"hybrid_update", "lend_id", b"lend_id", "run_id", b"run_id", "standalone_cost", b"standalone_cost", "standalone_update", b"standalone_update"]) -> None: ...
 
 Global___CompleteLendRequest: typing_extensions.TypeAlias = CompleteLendRequest
 

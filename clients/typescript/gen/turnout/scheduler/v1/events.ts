@@ -531,6 +531,12 @@ export interface SyncDone {
   seconds: number;
   /** Version installed. */
   weightVersion: bigint;
+  /** Tokens that had to be computed again. Unset: the trainer did not tell. */
+  tokensRecomputed?:
+    | bigint
+    | undefined;
+  /** Seconds during which no replica served. Unset: the trainer did not tell. */
+  blackoutSeconds?: number | undefined;
 }
 
 /** TopologyChanged tells which replicas there are. */
@@ -3319,7 +3325,7 @@ export const ReclaimDone: MessageFns<ReclaimDone> = {
 };
 
 function createBaseSyncDone(): SyncDone {
-  return { hybrid: false, seconds: 0, weightVersion: 0n };
+  return { hybrid: false, seconds: 0, weightVersion: 0n, tokensRecomputed: undefined, blackoutSeconds: undefined };
 }
 
 export const SyncDone: MessageFns<SyncDone> = {
@@ -3335,6 +3341,15 @@ export const SyncDone: MessageFns<SyncDone> = {
         throw new globalThis.Error("value provided for field message.weightVersion of type int64 too large");
       }
       writer.uint32(24).int64(message.weightVersion);
+    }
+    if (message.tokensRecomputed !== undefined) {
+      if (BigInt.asIntN(64, message.tokensRecomputed) !== message.tokensRecomputed) {
+        throw new globalThis.Error("value provided for field message.tokensRecomputed of type int64 too large");
+      }
+      writer.uint32(32).int64(message.tokensRecomputed);
+    }
+    if (message.blackoutSeconds !== undefined) {
+      writer.uint32(41).double(message.blackoutSeconds);
     }
     return writer;
   },
@@ -3376,6 +3391,22 @@ export const SyncDone: MessageFns<SyncDone> = {
             message.weightVersion = reader.int64() as bigint;
             continue;
           }
+          case 4: {
+            if (tag !== 32) {
+              break;
+            }
+
+            message.tokensRecomputed = reader.int64() as bigint;
+            continue;
+          }
+          case 5: {
+            if (tag !== 41) {
+              break;
+            }
+
+            message.blackoutSeconds = reader.double();
+            continue;
+          }
         }
         if ((tag & 7) === 4 || tag === 0) {
           break;
@@ -3397,6 +3428,16 @@ export const SyncDone: MessageFns<SyncDone> = {
         : isSet(object.weight_version)
         ? BigInt(object.weight_version)
         : 0n,
+      tokensRecomputed: isSet(object.tokensRecomputed)
+        ? BigInt(object.tokensRecomputed)
+        : isSet(object.tokens_recomputed)
+        ? BigInt(object.tokens_recomputed)
+        : undefined,
+      blackoutSeconds: isSet(object.blackoutSeconds)
+        ? globalThis.Number(object.blackoutSeconds)
+        : isSet(object.blackout_seconds)
+        ? globalThis.Number(object.blackout_seconds)
+        : undefined,
     };
   },
 
@@ -3411,6 +3452,12 @@ export const SyncDone: MessageFns<SyncDone> = {
     if (message.weightVersion !== 0n) {
       obj.weightVersion = message.weightVersion.toString();
     }
+    if (message.tokensRecomputed !== undefined) {
+      obj.tokensRecomputed = message.tokensRecomputed.toString();
+    }
+    if (message.blackoutSeconds !== undefined) {
+      obj.blackoutSeconds = floatToJson(message.blackoutSeconds);
+    }
     return obj;
   },
 
@@ -3424,6 +3471,10 @@ export const SyncDone: MessageFns<SyncDone> = {
     message.weightVersion = (object.weightVersion !== undefined && object.weightVersion !== null)
       ? BigInt(object.weightVersion)
       : 0n;
+    message.tokensRecomputed = (object.tokensRecomputed !== undefined && object.tokensRecomputed !== null)
+      ? BigInt(object.tokensRecomputed)
+      : undefined;
+    message.blackoutSeconds = object.blackoutSeconds ?? undefined;
     return message;
   },
 };

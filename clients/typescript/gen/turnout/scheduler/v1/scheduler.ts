@@ -396,7 +396,19 @@ export interface BeginStepRequest {
   /** The step, one above the last. */
   step: bigint;
   /** Time the last weight update of standalone replicas took, if there was one since the last call. */
-  standaloneUpdate: Duration | undefined;
+  standaloneUpdate:
+    | Duration
+    | undefined;
+  /** What that update cost the requests, if it is known. */
+  standaloneCost: UpdateCost | undefined;
+}
+
+/** UpdateCost tells what a weight update cost the requests that ran, as CommitWeightUpdate of the engine tells it. */
+export interface UpdateCost {
+  /** Tokens of prompts and outputs that had to be computed again, never negative. */
+  tokensRecomputed: bigint;
+  /** Domain time during which no replica of the run served. */
+  blackout: Duration | undefined;
 }
 
 /** BeginStepResponse tells who has the GPUs. */
@@ -658,7 +670,15 @@ export interface CompleteLendRequest {
     | Duration
     | undefined;
   /** Time the weight update of standalone replicas took; not part of it. */
-  standaloneUpdate: Duration | undefined;
+  standaloneUpdate:
+    | Duration
+    | undefined;
+  /** What the update of hybrid replicas cost the requests, if it is known. */
+  hybridCost:
+    | UpdateCost
+    | undefined;
+  /** What the update of standalone replicas cost the requests, if it is known. */
+  standaloneCost: UpdateCost | undefined;
 }
 
 /** CompleteLendResponse tells that the hybrids serve. */
@@ -3418,7 +3438,7 @@ export const UpdateRunResponse: MessageFns<UpdateRunResponse> = {
 };
 
 function createBaseBeginStepRequest(): BeginStepRequest {
-  return { runId: "", epoch: 0n, step: 0n, standaloneUpdate: undefined };
+  return { runId: "", epoch: 0n, step: 0n, standaloneUpdate: undefined, standaloneCost: undefined };
 }
 
 export const BeginStepRequest: MessageFns<BeginStepRequest> = {
@@ -3440,6 +3460,9 @@ export const BeginStepRequest: MessageFns<BeginStepRequest> = {
     }
     if (message.standaloneUpdate !== undefined) {
       Duration.encode(message.standaloneUpdate, writer.uint32(34).fork()).join();
+    }
+    if (message.standaloneCost !== undefined) {
+      UpdateCost.encode(message.standaloneCost, writer.uint32(42).fork()).join();
     }
     return writer;
   },
@@ -3489,6 +3512,14 @@ export const BeginStepRequest: MessageFns<BeginStepRequest> = {
             message.standaloneUpdate = Duration.decode(reader, reader.uint32());
             continue;
           }
+          case 5: {
+            if (tag !== 42) {
+              break;
+            }
+
+            message.standaloneCost = UpdateCost.decode(reader, reader.uint32());
+            continue;
+          }
         }
         if ((tag & 7) === 4 || tag === 0) {
           break;
@@ -3515,6 +3546,11 @@ export const BeginStepRequest: MessageFns<BeginStepRequest> = {
         : isSet(object.standalone_update)
         ? Duration.fromJSON(object.standalone_update)
         : undefined,
+      standaloneCost: isSet(object.standaloneCost)
+        ? UpdateCost.fromJSON(object.standaloneCost)
+        : isSet(object.standalone_cost)
+        ? UpdateCost.fromJSON(object.standalone_cost)
+        : undefined,
     };
   },
 
@@ -3532,6 +3568,9 @@ export const BeginStepRequest: MessageFns<BeginStepRequest> = {
     if (message.standaloneUpdate !== undefined) {
       obj.standaloneUpdate = Duration.toJSON(message.standaloneUpdate);
     }
+    if (message.standaloneCost !== undefined) {
+      obj.standaloneCost = UpdateCost.toJSON(message.standaloneCost);
+    }
     return obj;
   },
 
@@ -3545,6 +3584,105 @@ export const BeginStepRequest: MessageFns<BeginStepRequest> = {
     message.step = (object.step !== undefined && object.step !== null) ? BigInt(object.step) : 0n;
     message.standaloneUpdate = (object.standaloneUpdate !== undefined && object.standaloneUpdate !== null)
       ? Duration.fromPartial(object.standaloneUpdate)
+      : undefined;
+    message.standaloneCost = (object.standaloneCost !== undefined && object.standaloneCost !== null)
+      ? UpdateCost.fromPartial(object.standaloneCost)
+      : undefined;
+    return message;
+  },
+};
+
+function createBaseUpdateCost(): UpdateCost {
+  return { tokensRecomputed: 0n, blackout: undefined };
+}
+
+export const UpdateCost: MessageFns<UpdateCost> = {
+  encode(message: UpdateCost, writer: BinaryWriter = new BinaryWriter()): BinaryWriter {
+    if (message.tokensRecomputed !== 0n) {
+      if (BigInt.asIntN(64, message.tokensRecomputed) !== message.tokensRecomputed) {
+        throw new globalThis.Error("value provided for field message.tokensRecomputed of type int64 too large");
+      }
+      writer.uint32(8).int64(message.tokensRecomputed);
+    }
+    if (message.blackout !== undefined) {
+      Duration.encode(message.blackout, writer.uint32(18).fork()).join();
+    }
+    return writer;
+  },
+
+  decode(input: BinaryReader | Uint8Array, length?: number): UpdateCost {
+    const reader = input instanceof BinaryReader ? input : new BinaryReader(input);
+    const previousRecursionDepth = (reader as any).__tsProtoDecodeDepth ?? 0;
+    if (previousRecursionDepth >= 100) {
+      throw new globalThis.Error("protobuf decode recursion limit exceeded");
+    }
+    (reader as any).__tsProtoDecodeDepth = previousRecursionDepth + 1;
+    try {
+      const end = length === undefined ? reader.len : reader.pos + length;
+      const message = createBaseUpdateCost();
+      while (reader.pos < end) {
+        const tag = reader.uint32();
+        switch (tag >>> 3) {
+          case 1: {
+            if (tag !== 8) {
+              break;
+            }
+
+            message.tokensRecomputed = reader.int64() as bigint;
+            continue;
+          }
+          case 2: {
+            if (tag !== 18) {
+              break;
+            }
+
+            message.blackout = Duration.decode(reader, reader.uint32());
+            continue;
+          }
+        }
+        if ((tag & 7) === 4 || tag === 0) {
+          break;
+        }
+        reader.skip(tag & 7);
+      }
+      return message;
+    } finally {
+      (reader as any).__tsProtoDecodeDepth = previousRecursionDepth;
+    }
+  },
+
+  fromJSON(object: any): UpdateCost {
+    return {
+      tokensRecomputed: isSet(object.tokensRecomputed)
+        ? BigInt(object.tokensRecomputed)
+        : isSet(object.tokens_recomputed)
+        ? BigInt(object.tokens_recomputed)
+        : 0n,
+      blackout: isSet(object.blackout) ? Duration.fromJSON(object.blackout) : undefined,
+    };
+  },
+
+  toJSON(message: UpdateCost): unknown {
+    const obj: any = {};
+    if (message.tokensRecomputed !== 0n) {
+      obj.tokensRecomputed = message.tokensRecomputed.toString();
+    }
+    if (message.blackout !== undefined) {
+      obj.blackout = Duration.toJSON(message.blackout);
+    }
+    return obj;
+  },
+
+  create<I extends Exact<DeepPartial<UpdateCost>, I>>(base?: I): UpdateCost {
+    return UpdateCost.fromPartial(base ?? ({} as any));
+  },
+  fromPartial<I extends Exact<DeepPartial<UpdateCost>, I>>(object: I): UpdateCost {
+    const message = createBaseUpdateCost();
+    message.tokensRecomputed = (object.tokensRecomputed !== undefined && object.tokensRecomputed !== null)
+      ? BigInt(object.tokensRecomputed)
+      : 0n;
+    message.blackout = (object.blackout !== undefined && object.blackout !== null)
+      ? Duration.fromPartial(object.blackout)
       : undefined;
     return message;
   },
@@ -5860,7 +5998,15 @@ export const EndValidationResponse: MessageFns<EndValidationResponse> = {
 };
 
 function createBaseCompleteLendRequest(): CompleteLendRequest {
-  return { runId: "", epoch: 0n, lendId: "", hybridUpdate: undefined, standaloneUpdate: undefined };
+  return {
+    runId: "",
+    epoch: 0n,
+    lendId: "",
+    hybridUpdate: undefined,
+    standaloneUpdate: undefined,
+    hybridCost: undefined,
+    standaloneCost: undefined,
+  };
 }
 
 export const CompleteLendRequest: MessageFns<CompleteLendRequest> = {
@@ -5882,6 +6028,12 @@ export const CompleteLendRequest: MessageFns<CompleteLendRequest> = {
     }
     if (message.standaloneUpdate !== undefined) {
       Duration.encode(message.standaloneUpdate, writer.uint32(42).fork()).join();
+    }
+    if (message.hybridCost !== undefined) {
+      UpdateCost.encode(message.hybridCost, writer.uint32(50).fork()).join();
+    }
+    if (message.standaloneCost !== undefined) {
+      UpdateCost.encode(message.standaloneCost, writer.uint32(58).fork()).join();
     }
     return writer;
   },
@@ -5939,6 +6091,22 @@ export const CompleteLendRequest: MessageFns<CompleteLendRequest> = {
             message.standaloneUpdate = Duration.decode(reader, reader.uint32());
             continue;
           }
+          case 6: {
+            if (tag !== 50) {
+              break;
+            }
+
+            message.hybridCost = UpdateCost.decode(reader, reader.uint32());
+            continue;
+          }
+          case 7: {
+            if (tag !== 58) {
+              break;
+            }
+
+            message.standaloneCost = UpdateCost.decode(reader, reader.uint32());
+            continue;
+          }
         }
         if ((tag & 7) === 4 || tag === 0) {
           break;
@@ -5974,6 +6142,16 @@ export const CompleteLendRequest: MessageFns<CompleteLendRequest> = {
         : isSet(object.standalone_update)
         ? Duration.fromJSON(object.standalone_update)
         : undefined,
+      hybridCost: isSet(object.hybridCost)
+        ? UpdateCost.fromJSON(object.hybridCost)
+        : isSet(object.hybrid_cost)
+        ? UpdateCost.fromJSON(object.hybrid_cost)
+        : undefined,
+      standaloneCost: isSet(object.standaloneCost)
+        ? UpdateCost.fromJSON(object.standaloneCost)
+        : isSet(object.standalone_cost)
+        ? UpdateCost.fromJSON(object.standalone_cost)
+        : undefined,
     };
   },
 
@@ -5994,6 +6172,12 @@ export const CompleteLendRequest: MessageFns<CompleteLendRequest> = {
     if (message.standaloneUpdate !== undefined) {
       obj.standaloneUpdate = Duration.toJSON(message.standaloneUpdate);
     }
+    if (message.hybridCost !== undefined) {
+      obj.hybridCost = UpdateCost.toJSON(message.hybridCost);
+    }
+    if (message.standaloneCost !== undefined) {
+      obj.standaloneCost = UpdateCost.toJSON(message.standaloneCost);
+    }
     return obj;
   },
 
@@ -6010,6 +6194,12 @@ export const CompleteLendRequest: MessageFns<CompleteLendRequest> = {
       : undefined;
     message.standaloneUpdate = (object.standaloneUpdate !== undefined && object.standaloneUpdate !== null)
       ? Duration.fromPartial(object.standaloneUpdate)
+      : undefined;
+    message.hybridCost = (object.hybridCost !== undefined && object.hybridCost !== null)
+      ? UpdateCost.fromPartial(object.hybridCost)
+      : undefined;
+    message.standaloneCost = (object.standaloneCost !== undefined && object.standaloneCost !== null)
+      ? UpdateCost.fromPartial(object.standaloneCost)
       : undefined;
     return message;
   },
