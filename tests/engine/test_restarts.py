@@ -82,7 +82,8 @@ async def undone(engine: Engine, trainer: Trainer) -> None:
         abort = pb.AbortWeightUpdateRequest(run_id=RUN, epoch=epoch, update_id=trainer.begun.update_id)
         await allowing("UPDATE_CLOSED", engine.stub.AbortWeightUpdate(abort))
     abort_lend = pb.AbortLendRequest(run_id=RUN, epoch=epoch, lend_id="lend")
-    if await allowing("LEND_UNKNOWN LEND_CLOSED", engine.stub.AbortLend(abort_lend)):
+    begun = any(replica.lend_id for replica in (await replicas(engine)).values())
+    if await allowing("LEND_CLOSED", engine.stub.AbortLend(abort_lend)) and begun:
         now = await replicas(engine)
         assert all(now[hybrid].confirmed_free for hybrid in HYBRID)
     await engine.stub.Reclaim(pb.ReclaimRequest(run_id=RUN, epoch=epoch))

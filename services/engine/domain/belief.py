@@ -89,6 +89,7 @@ class Belief:
         self._cleared_pause = False
         self._released_kv = False
         self._may_discard = False
+        self._may_wake = False
         self.observe(state)
 
     # ------------------------------------------------------------------------------------------------ what is kept
@@ -113,6 +114,7 @@ class Belief:
             released_kv=self._released_kv,
             engine_incarnation=self.state.incarnation,
             declared_tags=self.state.declared_tags,
+            may_wake=self._may_wake,
         )
 
     @classmethod
@@ -140,6 +142,7 @@ class Belief:
         replica.must_load = kept.must_load
         replica._before_update = kept.before_update
         replica._released_kv = kept.released_kv
+        replica._may_wake = kept.may_wake
         replica.health = Health.UNRESPONSIVE
         replica.uncertain = True
         return replica
@@ -217,7 +220,7 @@ class Belief:
         """Whether the trainer may use its GPUs, as the engine told last."""
         if self.spec.role is Role.STANDALONE or self.lend_id or self.update_id:
             return False
-        if self.health is not Health.HEALTHY or self.uncertain:
+        if self.health is not Health.HEALTHY or self.uncertain or self._may_wake:
             return False
         if keeps_memory(self.spec) is not None:
             return self.state.paused and self.state.running == 0
@@ -232,6 +235,7 @@ class Belief:
         self.uncertain = False
         if replaced:
             self._lose_weights()
+            self._may_wake = False
             # The new engine knows nothing of an update, nor of the bytes that the former one got.
             self.close_update()
         dropped = WEIGHTS not in state.resident_tags and (state.sleep_level == 2 or self._may_discard)
@@ -274,13 +278,16 @@ class Belief:
         """A call is about to be made: what it may bring about counts from now on.
 
         No request may be sent to an engine that is about to pause, and weights may be gone that are about to be
-        dropped.
+        dropped. An engine that was told to refill memory may come to that when whoever told it is long dead; it carries
+        commands out in order, so once it has gone to sleep after that it has done it.
         """
         match call:
             case Pause(mode=mode):
                 self.state = replace(self.state, paused=True, pause_mode=mode)
             case Sleep(level=2):
                 self._may_discard = True
+            case WakeUp() | ResumeKv():
+                self._may_wake = True
             case _:
                 pass
 
@@ -288,10 +295,13 @@ class Belief:
         """The engine confirmed a call."""
         match call:
             case Sleep(level=level):
+                self._may_wake = False
                 if level == 2:
                     self._discard()
                 if not self.update_id:
                     self._released_kv = False
+            case WakeUp() | ResumeKv():
+                self._may_wake = False
             case Pause(clear_cache=cleared):
                 self._cleared_pause = cleared
             case ResetCaches(caches=caches):

@@ -33,7 +33,8 @@ class Kept:
 
     `must_load`: without weights of the run until a full update succeeds, whatever the engine says. `before_update` is
     what the weight memory held when the open update began, `released_kv` whether that update freed its KV memory.
-    `engine_incarnation` and `declared_tags` are those of the last probe.
+    `engine_incarnation` and `declared_tags` are those of the last probe. `may_wake`: it was told to refill memory and
+    has not answered, so it may still come to that.
     """
 
     spec: ReplicaSpec
@@ -52,3 +53,4 @@ class Kept:
     released_kv: bool
     engine_incarnation: str
     declared_tags: frozenset[str]
+    may_wake: bool

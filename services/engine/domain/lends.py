@@ -1,7 +1,7 @@
 """The lend of a run: which hybrid replicas are away from the trainer, and under which id.
 
-Invariants: at most one lend is open; a lend id that was closed (reclaimed or aborted) never opens again, so a
-BeginLend that arrives late cannot take the trainer's GPUs; while replicas are being reclaimed none of them can be
+Invariants: at most one lend is open; a lend id that was closed (reclaimed or aborted, begun or not) never opens again,
+so a BeginLend that arrives late cannot take the trainer's GPUs; while replicas are being reclaimed none of them can be
 lent.
 """
 
@@ -75,8 +75,14 @@ class Lends:
         return self.lend_id
 
     def abort(self, lend_id: str) -> tuple[str, ...]:
-        """Close the lend of this id; returns the replicas to free. Again: those that are in no other lend."""
+        """Close the lend of this id; returns the replicas to free. Again: those that are in no other lend.
+
+        One that is not known may still be on its way: it is closed as well.
+        """
         closed = self._closed.get(lend_id)
+        if closed is None and lend_id != self.lend_id:
+            self._remember(Lend(lend_id, LendState.ABORTED))
+            return ()
         if closed is not None and closed.state is LendState.ABORTED:
             return tuple(member for member in closed.members if member not in self.members)
         members = self.require_open(lend_id)

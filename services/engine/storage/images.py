@@ -52,6 +52,7 @@ def write_kept(kept: Kept) -> st.Record:
             released_kv=kept.released_kv,
             engine_incarnation=kept.engine_incarnation,
             declared_tags=sorted(kept.declared_tags),
+            may_wake=kept.may_wake,
         )
     )
 
@@ -75,6 +76,7 @@ def read_kept(image: st.ReplicaImage) -> Kept:
         released_kv=image.released_kv,
         engine_incarnation=image.engine_incarnation,
         declared_tags=frozenset(image.declared_tags),
+        may_wake=image.may_wake,
     )
 
 

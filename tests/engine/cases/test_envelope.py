@@ -47,7 +47,7 @@ CALLS: dict[str, Callable[[Engine], Any]] = {
     "BeginLend": lambda e: e.stub.BeginLend(pb.BeginLendRequest(run_id=RUN, lend_id="l", replica_ids=["h0", "s0"])),
     "BeginLend without an id": lambda e: e.stub.BeginLend(pb.BeginLendRequest(run_id=RUN)),
     "FinishLend": lambda e: e.stub.FinishLend(pb.FinishLendRequest(run_id=RUN, lend_id="x", weight_version=1)),
-    "AbortLend": lambda e: e.stub.AbortLend(pb.AbortLendRequest(run_id=RUN, lend_id="x")),
+    "AbortLend": lambda e: e.stub.AbortLend(pb.AbortLendRequest(run_id=RUN)),
     "Reclaim": lambda e: e.stub.Reclaim(pb.ReclaimRequest(run_id=RUN, replica_ids=["h0", "nobody"])),
     "BeginWeightUpdate": lambda e: e.stub.BeginWeightUpdate(
         pb.BeginWeightUpdateRequest(run_id=RUN, selector=GOOD, weight_version=-1)

@@ -187,9 +187,10 @@ def test_one_lend_at_a_time_and_never_twice() -> None:
 
 
 def test_an_abort_of_a_lend_that_is_not_open() -> None:
-    """A repeat is fine; one that names another lend, or one that was reclaimed, is told so."""
+    """One that never began is closed, lest it arrive late; one that was reclaimed is told so."""
     lends = Lends()
-    assert reason(lambda: lends.abort("l")) == "LEND_UNKNOWN"
+    assert lends.abort("m") == lends.abort("m") == ()
+    assert reason(lambda: lends.begin("m", ["a"])) == "LEND_CLOSED"
     lends.begin("l", ["a"])
     lends.reclaim(["a"])
     lends.reclaimed(["a"])

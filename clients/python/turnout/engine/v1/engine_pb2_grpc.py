@@ -325,7 +325,8 @@ class EngineControllerServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def AbortLend(self, request, context):
-        """AbortLend undoes any prefix of a lend: routes OUT, memory freed. A repeat frees what is left.
+        """AbortLend undoes any prefix of a lend: routes OUT, memory freed. A repeat frees what is left. A lend that never began
+        is closed too, so that its BeginLend cannot arrive afterwards.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -876,7 +876,9 @@ class EngineControllerStub(typing.Generic[_EngineControllerOpenEpochType, _Engin
     """
 
     AbortLend: _EngineControllerAbortLendType
-    """AbortLend undoes any prefix of a lend: routes OUT, memory freed. A repeat frees what is left."""
+    """AbortLend undoes any prefix of a lend: routes OUT, memory freed. A repeat frees what is left. A lend that never began
+    is closed too, so that its BeginLend cannot arrive afterwards.
+    """
 
     Reclaim: _EngineControllerReclaimType
     """Reclaim takes hybrid replicas back: routes OUT, their sessions cleared, late requests re-routed, paused, drained,
@@ -1240,7 +1242,9 @@ class EngineControllerServicer(metaclass=abc.ABCMeta):
         request: turnout.engine.v1.engine_pb2.AbortLendRequest,
         context: _ServicerContext,
     ) -> typing.Union[turnout.engine.v1.engine_pb2.AbortLendResponse, collections.abc.Awaitable[turnout.engine.v1.engine_pb2.AbortLendResponse]]:
-        """AbortLend undoes any prefix of a lend: routes OUT, memory freed. A repeat frees what is left."""
+        """AbortLend undoes any prefix of a lend: routes OUT, memory freed. A repeat frees what is left. A lend that never began
+        is closed too, so that its BeginLend cannot arrive afterwards.
+        """
 
     @abc.abstractmethod
     def Reclaim(

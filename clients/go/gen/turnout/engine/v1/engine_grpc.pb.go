@@ -68,7 +68,8 @@ type EngineControllerClient interface {
 	// routes of the others are OUT. Reasons per replica: VERSION_MISMATCH, NOT_VACATED, UPDATE_OPEN, WEIGHTS_DISCARDED,
 	// WEIGHTS_HALF_UPDATED, and those of engines.
 	FinishLend(ctx context.Context, in *FinishLendRequest, opts ...grpc.CallOption) (*FinishLendResponse, error)
-	// AbortLend undoes any prefix of a lend: routes OUT, memory freed. A repeat frees what is left.
+	// AbortLend undoes any prefix of a lend: routes OUT, memory freed. A repeat frees what is left. A lend that never began
+	// is closed too, so that its BeginLend cannot arrive afterwards.
 	AbortLend(ctx context.Context, in *AbortLendRequest, opts ...grpc.CallOption) (*AbortLendResponse, error)
 	// Reclaim takes hybrid replicas back: routes OUT, their sessions cleared, late requests re-routed, paused, drained,
 	// asleep, confirmed free. OK only when every one of them is. All free already: OK, nothing done. An open weight update of
@@ -569,7 +570,8 @@ type EngineControllerServer interface {
 	// routes of the others are OUT. Reasons per replica: VERSION_MISMATCH, NOT_VACATED, UPDATE_OPEN, WEIGHTS_DISCARDED,
 	// WEIGHTS_HALF_UPDATED, and those of engines.
 	FinishLend(context.Context, *FinishLendRequest) (*FinishLendResponse, error)
-	// AbortLend undoes any prefix of a lend: routes OUT, memory freed. A repeat frees what is left.
+	// AbortLend undoes any prefix of a lend: routes OUT, memory freed. A repeat frees what is left. A lend that never began
+	// is closed too, so that its BeginLend cannot arrive afterwards.
 	AbortLend(context.Context, *AbortLendRequest) (*AbortLendResponse, error)
 	// Reclaim takes hybrid replicas back: routes OUT, their sessions cleared, late requests re-routed, paused, drained,
 	// asleep, confirmed free. OK only when every one of them is. All free already: OK, nothing done. An open weight update of

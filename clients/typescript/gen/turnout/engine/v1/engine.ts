@@ -13381,7 +13381,10 @@ export const EngineControllerService = {
     responseSerialize: (value: FinishLendResponse): Buffer => Buffer.from(FinishLendResponse.encode(value).finish()),
     responseDeserialize: (value: Buffer): FinishLendResponse => FinishLendResponse.decode(value),
   },
-  /** AbortLend undoes any prefix of a lend: routes OUT, memory freed. A repeat frees what is left. */
+  /**
+   * AbortLend undoes any prefix of a lend: routes OUT, memory freed. A repeat frees what is left. A lend that never began
+   * is closed too, so that its BeginLend cannot arrive afterwards.
+   */
   abortLend: {
     path: "/turnout.engine.v1.EngineController/AbortLend" as const,
     requestStream: false as const,
@@ -13652,7 +13655,10 @@ export interface EngineControllerServer extends UntypedServiceImplementation {
    * WEIGHTS_HALF_UPDATED, and those of engines.
    */
   finishLend: handleUnaryCall<FinishLendRequest, FinishLendResponse>;
-  /** AbortLend undoes any prefix of a lend: routes OUT, memory freed. A repeat frees what is left. */
+  /**
+   * AbortLend undoes any prefix of a lend: routes OUT, memory freed. A repeat frees what is left. A lend that never began
+   * is closed too, so that its BeginLend cannot arrive afterwards.
+   */
   abortLend: handleUnaryCall<AbortLendRequest, AbortLendResponse>;
   /**
    * Reclaim takes hybrid replicas back: routes OUT, their sessions cleared, late requests re-routed, paused, drained,
@@ -14015,7 +14021,10 @@ export interface EngineControllerClient extends Client {
     options: Partial<CallOptions>,
     callback: (error: ServiceError | null, response: FinishLendResponse) => void,
   ): ClientUnaryCall;
-  /** AbortLend undoes any prefix of a lend: routes OUT, memory freed. A repeat frees what is left. */
+  /**
+   * AbortLend undoes any prefix of a lend: routes OUT, memory freed. A repeat frees what is left. A lend that never began
+   * is closed too, so that its BeginLend cannot arrive afterwards.
+   */
   abortLend(
     request: AbortLendRequest,
     callback: (error: ServiceError | null, response: AbortLendResponse) => void,
