@@ -28,9 +28,11 @@ SUDO := $(if $(filter 0,$(shell id -u)),,sudo)
 
 # How long `make soak` lets faults happen.
 SECONDS ?= 600
+# How many calls `make fuzz` makes to each service.
+CALLS ?= 10000
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-vllm test test-all test-vllm test-stores test-ray test-verl test-clients lint types format coverage protos protos-lint bench soak docs clean
+.PHONY: help demo demo-vllm test test-all test-vllm test-stores test-ray test-verl test-clients lint types format coverage protos protos-lint bench soak fuzz docs clean
 
 help: ## list these targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -111,6 +113,9 @@ docs: $(DOCS)/.ready ## build the documentation as a site, into docs/_build
 
 soak: $(VENV)/.dev ## kill, cut and fill the disk for ten minutes, then account for everything (SECONDS=60 SEED=1 ...)
 	$(BIN)/python -m tests.soak --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(SOAK_ARGS)
+
+fuzz: $(VENV)/.dev ## 10 000 malformed and hostile calls to each service (CALLS=1000 SEED=1 ...)
+	$(BIN)/python -m tests.fuzz --calls $(CALLS) $(if $(SEED),--seed $(SEED)) $(FUZZ_ARGS)
 
 clean: ## remove what make and the tools made
 	rm -rf $(VENV) $(VLLM) $(RAY) $(VERL) $(DOCS) docs/_build .venv-protos node_modules clients/typescript/node_modules clients/typescript/dist clients/go/bin clients/cpp/build .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage htmlcov dist build

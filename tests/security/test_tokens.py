@@ -74,10 +74,10 @@ def test_an_operator_may_do_everything() -> None:
 async def test_each_role_is_let_in_where_the_table_says_so(service: str, tokens: Tokens) -> None:
     """A table that nothing enforces protects nothing: every call, by every role, over the wire."""
     wrong = []
-    async with house(service, tokens_file=tokens.path) as (_, channel):
+    async with house(service, tokens_file=tokens.path) as (_, line):
         for call in calls(service):
             for role in Role:
-                code, details = await call.code(channel, _about(call, "mine"), tokens.all(role), timeout=2)
+                code, details = await call.code(line, _about(call, "mine"), tokens.all(role), timeout=2)
                 refused = code is DENIED and " is for " in details
                 if refused == (role in PERMISSIONS[call.path]):
                     wrong.append((call.path, role, code, details))
@@ -88,14 +88,14 @@ async def test_each_role_is_let_in_where_the_table_says_so(service: str, tokens:
 async def test_a_token_of_one_run_opens_no_other(service: str, tokens: Tokens) -> None:
     """Two teams on one buffer must not read or empty each other's; nor learn which runs there are."""
     wrong = []
-    async with house(service, tokens_file=tokens.path) as (_, channel):
+    async with house(service, tokens_file=tokens.path) as (_, line):
         for call in calls(service):
             for run in ("theirs", "", "mine2", "MINE"):
-                code, details = await call.code(channel, _about(call, run), tokens.of(Role.OPERATOR), timeout=2)
+                code, details = await call.code(line, _about(call, run), tokens.of(Role.OPERATOR), timeout=2)
                 if code is not DENIED:
                     wrong.append((call.path, run, code, details))
             if not call.path.endswith("/ListRuns"):
-                code, details = await call.code(channel, _about(call, "mine"), tokens.of(Role.OPERATOR), timeout=2)
+                code, details = await call.code(line, _about(call, "mine"), tokens.of(Role.OPERATOR), timeout=2)
                 if code in (DENIED, UNKNOWN_CALLER):
                     wrong.append((call.path, "mine", code, details))
     assert wrong == []
@@ -106,11 +106,11 @@ async def test_nobody_gets_in_without_a_token_in_force(service: str, tokens: Tok
     """One call that was forgotten is the way in."""
     good = tokens.all(Role.OPERATOR)
     wrong = []
-    async with house(service, tokens_file=tokens.path) as (_, channel):
+    async with house(service, tokens_file=tokens.path) as (_, line):
         for call in calls(service):
             for token in (None, "", good[:-1], good + "a", "turnout.nobody.x"):
                 for raw in (_about(call, "mine"), b"\xff" * 20):
-                    code, details = await call.code(channel, raw, token, timeout=2)
+                    code, details = await call.code(line, raw, token, timeout=2)
                     if code is not UNKNOWN_CALLER or (token and token in details):
                         wrong.append((call.path, token, code, details))
     assert wrong == []
@@ -118,15 +118,15 @@ async def test_nobody_gets_in_without_a_token_in_force(service: str, tokens: Tok
 
 async def test_health_is_open_and_what_shows_the_inside_is_the_operators(tokens: Tokens) -> None:
     """A probe of the orchestrator has no token; a list of all connections is a map for an attacker."""
-    async with house("buffer", tokens_file=tokens.path) as (_, channel):
-        health: Any = health_pb2_grpc.HealthStub(cast(Any, channel))
+    async with house("buffer", tokens_file=tokens.path) as (_, line):
+        health: Any = health_pb2_grpc.HealthStub(cast(Any, line.aio))
         assert (await health.Check(health_pb2.HealthCheckRequest())).status == health_pb2.HealthCheckResponse.SERVING
         for role, allowed in ((None, False), (Role.TRAINER, False), (Role.OPERATOR, True)):
             metadata = None if role is None else (("authorization", f"Bearer {tokens.all(role)}"),)
-            servers = channelz_pb2_grpc.ChannelzStub(cast(Any, channel)).GetServers(
+            servers = channelz_pb2_grpc.ChannelzStub(cast(Any, line.aio)).GetServers(
                 channelz_pb2.GetServersRequest(), metadata=metadata
             )
-            reflection: Any = reflection_pb2_grpc.ServerReflectionStub(cast(Any, channel))
+            reflection: Any = reflection_pb2_grpc.ServerReflectionStub(cast(Any, line.aio))
             listing = reflection.ServerReflectionInfo(
                 iter([reflection_pb2.ServerReflectionRequest(list_services="")]), metadata=metadata
             )
@@ -142,11 +142,11 @@ async def test_health_is_open_and_what_shows_the_inside_is_the_operators(tokens:
 async def test_a_later_message_of_a_stream_cannot_change_the_run(tokens: Tokens) -> None:
     """A check of the first message alone is passed with one's own run, and then the other one is named."""
     call = next(call for call in calls("buffer") if call.path.endswith("/FinishStream"))
-    async with house("buffer", tokens_file=tokens.path) as (host, channel):
+    async with house("buffer", tokens_file=tokens.path) as (host, line):
         await _create(host, tokens)
         headers = [buffer_pb2.FinishStreamHeader(run_id=run, partition="train") for run in ("mine", "theirs")]
         messages = [buffer_pb2.FinishStreamRequest(header=header).SerializeToString() for header in headers]
-        code, details = await call.code(channel, messages, tokens.of(Role.WORKER))
+        code, details = await call.code(line, messages, tokens.of(Role.WORKER))
         assert (code, "alone" in details) == (DENIED, True)
 
 
@@ -178,15 +178,15 @@ async def test_a_token_that_leaves_the_file_ends_the_calls_it_holds_open(tokens:
     """A watch of a revoked token would go on reading for as long as the run lasts."""
     watch = next(call for call in calls("buffer") if call.path.endswith("/WatchDepth"))
     request = buffer_pb2.WatchDepthRequest(run_id="mine", partition="train").SerializeToString()
-    async with house("buffer", tokens_file=tokens.path) as (host, channel):
+    async with house("buffer", tokens_file=tokens.path) as (host, line):
         await _create(host, tokens)
         streams = []
         for role in (Role.READER, Role.OPERATOR):
-            stream = watch.bound(channel)(request, metadata=(("authorization", f"Bearer {tokens.of(role)}"),))
+            stream = watch.bound(line.aio)(request, metadata=(("authorization", f"Bearer {tokens.of(role)}"),))
             assert await stream.read() is not grpc.aio.EOF
             streams.append(stream)
         tokens.write(without=frozenset({Role.READER}))
         assert await asyncio.wait_for(streams[0].code(), 30) is UNKNOWN_CALLER
         assert not streams[1].done()
-        code, _ = await watch.code(channel, request, tokens.of(Role.READER))
+        code, _ = await watch.code(line, request, tokens.of(Role.READER))
         assert code is UNKNOWN_CALLER
