@@ -1,4 +1,5 @@
-"""What the engine controller adds to its engines: to single calls, to requests, to a reclaim, to a fan-out.
+"""What the engine controller adds to its engines: to single calls, to requests, to a reclaim, to a fan-out; and how
+soon it knows of a death.
 
 Invariants: the baseline of a call is the same call on the node agent that the controller drives, in turns with it; that
 of a fan-out is the same call on one of its replicas. Times are wall milliseconds, medians over rounds.
@@ -7,9 +8,10 @@ of a fan-out is the same call on one of its replicas. Times are wall millisecond
 from __future__ import annotations
 
 import asyncio
+import json
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -35,14 +37,37 @@ REPLICAS: Final = 64
 SLEEP_S: Final = 0.5
 """What an engine takes to free its memory: vLLM needs that for a small model, and seconds for a large one."""
 
+PAUSE_S: Final = 0.022
+"""What vLLM takes to pause an idle engine."""
+
+MOST_ADDED_MS: Final = 5.0
+"""What a call may take longer through the controller."""
+
+LEAST_SHARE: Final = 0.95
+"""Of the tokens per second of the agent alone."""
+
+MOST_RECLAIM_MS: Final = 100.0
+"""What a reclaim may take longer than the engine's own sleep."""
+
+MOST_TIMES: Final = 2.0
+"""How much longer a fan-out may take than one replica."""
+
+MOST_DEATH_MS: Final = 1000.0
+"""Within which an engine's death is known."""
+
 FIGURES: Final = (
     *(f"engine_{call}" for call in CALLS),
     f"generate_{STREAMS}",
     "reclaim",
+    "idle_death_of_an_engine",
+    "idle_death_of_an_agent",
     f"fan_out_{REPLICAS}_sleep",
     f"fan_out_{REPLICAS}_pause",
+    f"fan_out_{REPLICAS}_pause_at_once",
     f"fan_out_{REPLICAS}_one_hung",
 )
+"""The engines of `pause_at_once` take no time at all: what is left is the controller's own work, 64 times that of one
+replica, so this one has no limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +102,13 @@ async def measure(only_names: Collection[str] = (), *, quick: bool = False) -> A
                     yield await _generate(served, effort)
                 if "reclaim" in wanted:
                     yield await _reclaim(served, effort)
+                # Last, since nothing comes back from it.
+                for victim, replica_id, method in (("engine", "s0", "fault_die"), ("agent", "c0", "fault_exit")):
+                    name = f"idle_death_of_an_{victim}"
+                    if name in wanted:
+                        agent = served.standalone if victim == "engine" else served.quick
+                        taken = await _idle_death(served.ours, agent, replica_id, method)
+                        yield Result(name, "ms", 1000 * taken, 0.0, MOST_DEATH_MS)
         if any(name.startswith("fan_out") for name in wanted):
             async with many(Path(place) / "many", REPLICAS, SLEEP_S) as side:
                 async for result in _fan_out(side, effort):
@@ -91,10 +123,11 @@ async def _single_calls(served: World, effort: Effort) -> list[Result]:
             for _ in range(effort.calls):
                 for name, call in zip(CALLS, _cycle(side), strict=True):
                     taken.setdefault((name, side is served.quick), []).append(await timed(call(replica_id)))
-    return [
-        Result(f"engine_{name}", "ms", 1000 * median(taken[name, False]), 1000 * median(taken[name, True]))
-        for name in CALLS
-    ]
+    results = []
+    for name in CALLS:
+        value, baseline = (1000 * median(taken[name, direct]) for direct in (False, True))
+        results.append(Result(f"engine_{name}", "ms", value, baseline, baseline + MOST_ADDED_MS))
+    return results
 
 
 def _cycle(side: Side) -> tuple[Callable[[str], Awaitable[None]], ...]:
@@ -109,7 +142,8 @@ async def _generate(served: World, effort: Effort) -> Result:
             streams = (side.generate("s0", f"g{number}-{bare}-{i}", effort.tokens) for i in range(STREAMS))
             tokens = sum(await asyncio.gather(*streams))
             rates[bare].append(tokens / (time.perf_counter() - begin))
-    return Result(f"generate_{STREAMS}", "tokens/s", median(rates[False]), median(rates[True]))
+    value, baseline = median(rates[False]), median(rates[True])
+    return Result(f"generate_{STREAMS}", "tokens/s", value, baseline, LEAST_SHARE * baseline, at_least=True)
 
 
 async def _reclaim(served: World, effort: Effort) -> Result:
@@ -127,7 +161,29 @@ async def _reclaim(served: World, effort: Effort) -> Result:
         async with bare.busy("h1", STREAMS, STREAMS):
             own.append(await timed(bare.sleep("h1")))
         await bare.wake_up("h1")
-    return Result("reclaim", "ms", 1000 * median(taken), 1000 * median(own))
+    value, baseline = 1000 * median(taken), 1000 * median(own)
+    return Result("reclaim", "ms", value, baseline, baseline + MOST_RECLAIM_MS)
+
+
+async def _idle_death(ours: Side, agent: Side, replica_id: str, method: str) -> float:
+    """Seconds from the death of an engine, or of its agent, in which nothing runs, until the controller tells of it."""
+    died = asyncio.Event()
+
+    async def watch() -> None:
+        async for told in ours.stub.WatchReplicas(pb.WatchReplicasRequest(run_id=RUN)):
+            if any((one.spec.replica_id, one.health) == (replica_id, pb.REPLICA_HEALTH_DEAD) for one in told.changed):
+                died.set()
+
+    watching = asyncio.create_task(watch())
+    begin = time.perf_counter()
+    try:
+        # Of an agent that exits there is no answer.
+        await asyncio.gather(_fault([replica_id], agent, method), return_exceptions=True)
+        await died.wait()
+        return time.perf_counter() - begin
+    finally:
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
 
 
 async def _fan_out(side: Side, effort: Effort) -> AsyncIterator[Result]:
@@ -136,16 +192,20 @@ async def _fan_out(side: Side, effort: Effort) -> AsyncIterator[Result]:
     for _ in range(effort.rounds):
         for chosen in (everyone[:1], everyone):
             selector = only(*chosen)
-            calls: dict[str, Awaitable[object]] = {
-                "pause": side.stub.Pause(pb.PauseRequest(run_id=RUN, selector=selector)),
-                "sleep": side.stub.Sleep(pb.SleepRequest(run_id=RUN, selector=selector, level=pb.SLEEP_LEVEL_ONE)),
-            }
-            for name, call in calls.items():
-                taken.setdefault((name, len(chosen)), []).append(await timed(call))
+            at_once = await timed(side.stub.Pause(pb.PauseRequest(run_id=RUN, selector=selector)))
+            sleep = pb.SleepRequest(run_id=RUN, selector=selector, level=pb.SLEEP_LEVEL_ONE)
+            asleep = await timed(side.stub.Sleep(sleep))
             await side.stub.WakeUp(pb.WakeUpRequest(run_id=RUN, selector=selector))
-    for name in ("sleep", "pause"):
+            await _fault(chosen, side, "fault_slow", seconds=PAUSE_S)
+            paused = await timed(side.stub.Pause(pb.PauseRequest(run_id=RUN, selector=selector)))
+            await _fault(chosen, side, "fault_heal")
+            await side.stub.Resume(pb.ResumeRequest(run_id=RUN, selector=selector))
+            for name, seconds in (("sleep", asleep), ("pause", paused), ("pause_at_once", at_once)):
+                taken.setdefault((name, len(chosen)), []).append(seconds)
+    for name in ("sleep", "pause", "pause_at_once"):
         value, baseline = (1000 * median(taken[name, count]) for count in (REPLICAS, 1))
-        yield Result(f"fan_out_{REPLICAS}_{name}", "ms", value, baseline)
+        limit = None if name == "pause_at_once" else MOST_TIMES * baseline
+        yield Result(f"fan_out_{REPLICAS}_{name}", "ms", value, baseline, limit)
     yield await _one_hung(side, everyone)
 
 
@@ -153,10 +213,10 @@ async def _one_hung(side: Side, everyone: list[str]) -> Result:
     """The slowest of the replicas that answer, while one hangs, beside the slowest while none does."""
     whole = await _slowest_sleep(side, everyone, everyone)
     await side.stub.WakeUp(pb.WakeUpRequest(run_id=RUN))
-    await _fault(side, everyone[0], "fault_hang")
+    await _fault(everyone[:1], side, "fault_hang")
     with_hung = await _slowest_sleep(side, everyone, everyone[1:])
-    await _fault(side, everyone[0], "fault_heal")
-    return Result(f"fan_out_{REPLICAS}_one_hung", "ms", 1000 * with_hung, 1000 * whole)
+    await _fault(everyone[:1], side, "fault_heal")
+    return Result(f"fan_out_{REPLICAS}_one_hung", "ms", 1000 * with_hung, 1000 * whole, MOST_TIMES * 1000 * whole)
 
 
 async def _slowest_sleep(side: Side, selected: list[str], counted: list[str]) -> float:
@@ -186,5 +246,7 @@ async def _ended(call: Awaitable[object]) -> None:
     await call
 
 
-async def _fault(side: Side, replica_id: str, method: str) -> None:
-    await side.stub.CollectiveRpc(pb.CollectiveRpcRequest(run_id=RUN, selector=only(replica_id), method=method))
+async def _fault(chosen: Sequence[str], side: Side, method: str, **named: object) -> None:
+    arguments = json.dumps({"kwargs": named}) if named else ""
+    request = pb.CollectiveRpcRequest(run_id=RUN, selector=only(*chosen), method=method, arguments_json=arguments)
+    await side.stub.CollectiveRpc(request)

@@ -163,9 +163,9 @@ async def world(directory: Path, sleep_s: float) -> AsyncIterator[World]:
     async with Fleet() as fleet:
         controller, quick, slow, standalone = await fleet.start_all(
             controller_spec(directory),
-            agent_spec("quick", ("c0:hybrid", "c1:hybrid")),
+            agent_spec("quick", ("c0:hybrid", "c1:hybrid"), "--fault-injection"),
             agent_spec("slow", ("h0:hybrid", "h1:hybrid"), "--sleep-seconds", str(sleep_s)),
-            agent_spec("standalone", ("s0:standalone",)),
+            agent_spec("standalone", ("s0:standalone",), "--fault-injection"),
         )
         async with (
             connected(controller.target, pinned=False) as ours,

@@ -1,7 +1,8 @@
 """`turnout bench`: measure the services on this machine.
 
 Invariants: one line per result on stdout; with --json each is a JSON object `{"name", "unit", "value", "baseline",
-"ratio"}`, or `{"name", "skipped"}` for what cannot be measured here.
+"ratio"}`, with `"limit"` and `"met"` where something is to be reached, or `{"name", "skipped"}` for what cannot be
+measured here.
 """
 
 from __future__ import annotations
@@ -117,4 +118,4 @@ def show(result: Result | Skipped, *, as_json: bool) -> None:
     elif isinstance(result, Skipped):
         click.echo(f"{result.name}: skipped, {result.reason}")
     else:
-        click.echo(f"{result.name}: {result.value:.4g} {result.unit} (bare: {result.baseline:.4g})")
+        click.echo(result.to_text())

@@ -12,8 +12,8 @@ from services.cli.running import run_async
 @click.command(
     help=with_examples(
         "Measure the engine controller over the reference engine: what it adds to single calls, to the tokens of 8 "
-        "requests and to a reclaim, each beside the same call on the node agent itself; and fan-outs over 64 replicas "
-        "beside one. Takes about a minute.",
+        "requests and to a reclaim, each beside the same call on the node agent itself; how soon it knows that an idle "
+        "engine or agent died; and fan-outs over 64 replicas beside one. Takes about a minute.",
         "turnout bench engine --json",
         "turnout bench engine --only reclaim",
     )

@@ -10,10 +10,12 @@ from services.bench.engine import FIGURES, measure
 @pytest.mark.timeout(120)
 async def test_calls_requests_and_a_reclaim_are_measured_beside_the_agent() -> None:
     """Both sides do the work: neither value is zero, and a reclaim takes at least what its engine takes."""
-    wanted = {"engine_pause", "generate_8", "reclaim"}
+    deaths = {"idle_death_of_an_engine", "idle_death_of_an_agent"}
+    wanted = {"engine_pause", "generate_8", "reclaim", *deaths}
     results = {result.name: result async for result in measure(wanted, quick=True)}
     assert results.keys() == wanted
-    assert all(result.value > 0 and result.baseline > 0 for result in results.values())
+    assert all(result.value > 0 and (name in deaths or result.baseline > 0) for name, result in results.items())
+    assert all(result.limit is not None for result in results.values())
     assert results["reclaim"].value >= 500
     assert results["reclaim"].baseline >= 500
 
