@@ -4,6 +4,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from services.buffer.desk import Desk
+from services.buffer.domain.evictions import EvictionReason
 from services.runtime.loop_collector import LoopCollector
 
 
@@ -36,8 +37,8 @@ class BufferMetrics(LoopCollector):
                 for state in ("pending", "running", "finished", "failed", "sampled"):
                     groups.add_metric([*labels, state], getattr(counts, state))
                 depth.add_metric(labels, partition.index.sampleable(run.state.step, partition.staleness))
-                for reason, count in partition.evictions.total.by_reason.items():
-                    evicted.add_metric([*labels, reason.name.lower()], count)
+                for reason in EvictionReason:
+                    evicted.add_metric([*labels, reason.name.lower()], partition.evictions.total.by_reason[reason])
                 for kind in ("created", "paid", "cancelled"):
                     credits.add_metric([*labels, kind], getattr(partition.refill, kind))
                 unpaid.add_metric(labels, partition.refill.unpaid)

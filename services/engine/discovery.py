@@ -34,7 +34,7 @@ async def replicas_of(fleet: Fleet) -> list[ScrapeTarget]:
 
 
 async def _agent_of(slot: Slot) -> str | None:
-    return await slot.backend.metrics_address() if isinstance(slot.backend, AgentBackend) else None
+    return await slot.backend.metrics_url() if isinstance(slot.backend, AgentBackend) else None
 
 
 def engine_of(spec: ReplicaSpec) -> ScrapeTarget | None:
@@ -43,5 +43,5 @@ def engine_of(spec: ReplicaSpec) -> ScrapeTarget | None:
     if url.scheme not in _PORTS or url.hostname is None:
         return None
     host = f"[{url.hostname}]" if ":" in url.hostname else url.hostname
-    labels = {"service": "replica", "replica_id": spec.replica_id, "role": spec.role.value, "__scheme__": url.scheme}
-    return ScrapeTarget(f"{host}:{url.port or _PORTS[url.scheme]}", labels)
+    labels = {"service": "replica", "replica_id": spec.replica_id, "role": spec.role.value}
+    return ScrapeTarget(f"{url.scheme}://{host}:{url.port or _PORTS[url.scheme]}", labels)

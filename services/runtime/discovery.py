@@ -31,13 +31,15 @@ _WILDCARDS: Final = ("0.0.0.0", "::")
 class ScrapeTarget:
     """A place that serves metrics at /metrics."""
 
-    address: str
-    """HOST:PORT"""
+    url: str
+    """http://HOST:PORT, or https://."""
     labels: Mapping[str, str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """As Prometheus wants it."""
-        return {"targets": [self.address], "labels": dict(self.labels)}
+        scheme, _, address = self.url.partition("://")
+        plain = scheme == "http"
+        return {"targets": [address], "labels": {**self.labels, **({} if plain else {"__scheme__": scheme})}}
 
 
 Source: TypeAlias = Callable[[], Awaitable[list[ScrapeTarget]]]
@@ -56,7 +58,7 @@ class Discovery:
         self._sources.append(source)
 
     async def targets(self, own: str) -> list[ScrapeTarget]:
-        """The list; `own` is where this service was reached, HOST:PORT."""
+        """The list; `own` is where this service was reached, as http://HOST:PORT."""
         found = await asyncio.gather(*(source() for source in self._sources))
         return [ScrapeTarget(own, {"service": self._service}), *(target for part in found for target in part)]
 
@@ -66,8 +68,11 @@ class Discovery:
         return json.dumps([target.to_dict() for target in targets]).encode()
 
 
-async def metrics_address(channel: grpc.aio.Channel, target: str) -> str | None:
-    """Where the service behind `channel`, reached as `target`, serves metrics for others; None if it does not say."""
+async def metrics_url(channel: grpc.aio.Channel, target: str) -> str | None:
+    """Where the service behind `channel`, reached as `target`, serves metrics for others; None if it does not say.
+
+    As http://HOST:PORT, or https://.
+    """
     stub: Any = health_pb2_grpc.HealthStub(channel)
     call = stub.Check(health_pb2.HealthCheckRequest(), timeout=ASK_S)
     try:
@@ -76,16 +81,17 @@ async def metrics_address(channel: grpc.aio.Channel, target: str) -> str | None:
     except grpc.aio.AioRpcError:
         return None
     told = dict(metadata).get(METRICS)
-    return None if told is None else _as_reached(str(told), target)
+    return None if told is None else as_reached(str(told), target)
 
 
-def _as_reached(told: str, target: str) -> str | None:
-    """The address that a service told, seen from where `target` reaches it."""
+def as_reached(told: str, target: str) -> str | None:
+    """The place that a service told, seen from where `target` reaches it."""
+    scheme, _, address = told.partition("://")
     try:
-        metrics, reached = parse_address(told), parse_address(target)
+        metrics, reached = parse_address(address), parse_address(target)
     except AddressError:
         return None
     if metrics.host in _WILDCARDS:
-        return str(Address(reached.host or "127.0.0.1", metrics.port))
+        metrics = Address(reached.host or "127.0.0.1", metrics.port)
     # Loopback of another machine leads nowhere.
-    return None if metrics.is_local and not reached.is_local else str(metrics)
+    return None if metrics.is_local and not reached.is_local else f"{scheme}://{metrics}"

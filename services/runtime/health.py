@@ -27,7 +27,7 @@ VERSION: Final = "turnout-version"
 """The same: version of the service."""
 
 METRICS: Final = "turnout-metrics"
-"""The same: where it serves its metrics, as HOST:PORT; absent if it does not."""
+"""The same: where it serves its metrics, as http://HOST:PORT or https://; absent if it does not."""
 
 
 class Health(health_pb2_grpc.HealthServicer):

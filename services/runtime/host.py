@@ -243,7 +243,7 @@ class ServiceHost:
         if self.settings.metrics_listen is not None:
             address = parse_address(self.settings.metrics_listen)
             self._metrics_server = MetricsServer(address, self.context.metrics, self.context.discovery, self._tls)
-            self._health.facts[METRICS] = str(self._metrics_server.address)
+            self._health.facts[METRICS] = self._metrics_server.url.removesuffix("/metrics")
             self.context.tasks.supervise("event loop lag", LoopLag(self.context.metrics).loop)
 
 

@@ -156,8 +156,8 @@ class MetricsServer:
         if tls is not None:
             _keep_fresh(self._server.socket, tls)
         scheme = "http" if tls is None else "https"
-        self.address = address.with_port(self._server.server_port)
-        self.url = f"{scheme}://{self.address}/metrics"
+        address = address.with_port(self._server.server_port)
+        self.url = f"{scheme}://{address}/metrics"
         metrics = self._server.get_app()
         assert metrics is not None
 
@@ -166,7 +166,7 @@ class MetricsServer:
                 return metrics(environ, start_response)
             try:
                 # Whoever asks reached us under a name that works for it, which a wildcard address is not.
-                content = discovery.as_json(environ.get("HTTP_HOST") or str(self.address))
+                content = discovery.as_json(f"{scheme}://{environ.get('HTTP_HOST') or address}")
             except (TimeoutError, RuntimeError):
                 # With an error Prometheus keeps the targets that it had.
                 start_response("503 Service Unavailable", [("Content-Type", "text/plain")])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 
-from services.runtime.discovery import ScrapeTarget, metrics_address
+from services.runtime.discovery import ScrapeTarget, metrics_url
 from services.scheduler.hosted import HostedRun
 from services.scheduler.links import Links
 
@@ -18,7 +18,7 @@ async def peers_of(runs: Iterable[HostedRun], links: Links) -> list[ScrapeTarget
         if hosted.run.is_open
         for service, peer in (("buffer", hosted.buffer), ("engine", hosted.engine))
     }
-    asked = (metrics_address(links.get("target", target).control, target) for target in peers)
-    addresses = await asyncio.gather(*asked)
-    services = zip(peers.values(), addresses, strict=True)
-    return [ScrapeTarget(address, {"service": service}) for service, address in services if address is not None]
+    asked = (metrics_url(links.get("target", target).control, target) for target in peers)
+    urls = await asyncio.gather(*asked)
+    services = zip(peers.values(), urls, strict=True)
+    return [ScrapeTarget(url, {"service": service}) for service, url in services if url is not None]

@@ -15,11 +15,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from services.engine.discovery import engine_of
 from services.engine.domain.spec import ReplicaSpec, Role
+from services.runtime.discovery import as_reached
 from services.runtime.host import ServiceHost
 from services.scheduler.domain import events
 from services.scheduler.service import SchedulerService
 from tests.observability.loop import RUN, job, services, step_of
-from turnout.buffer.v1 import buffer_pb2
 
 PAGE = Path(__file__).parents[2] / "docs/metrics.md"
 ROW = re.compile(r"^\| `(turnout_\w+)` \|(.*)\|(.*)\|(.*)\|(.*)\|$")
@@ -99,11 +99,6 @@ async def test_the_page_lists_what_the_services_expose(tmp_path: Path) -> None:
             await step_of(hooks, step)
         predict(house.scheduler)
         await step_of(hooks, 3)
-        await hooks.add_groups(
-            3, [buffer_pb2.GroupSpec(group_id="unwanted", group_size=1, prompt=buffer_pb2.Payload(inline=b"x"))]
-        )
-        evict = buffer_pb2.EvictGroupsRequest(run_id=RUN, partition="train", epoch=hooks.epoch, group_ids=["unwanted"])
-        await hooks.buffer.calls.EvictGroups(evict)
         hosts = {"buffer": house.buffer, "engine": house.engine, "scheduler": house.scheduler, "agent": house.agent}
         exposed = {name: await scrape(host) for name, host in hosts.items()}
     for service, families in exposed.items():
@@ -177,6 +172,23 @@ async def test_http_sd_leaves_out_a_peer_that_does_not_answer(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
+    ("told", "target", "url"),
+    [
+        ("http://10.0.0.1:9101", "trainer:50051", "http://10.0.0.1:9101"),
+        ("https://0.0.0.0:9101", "trainer:50051", "https://trainer:9101"),
+        ("http://[::]:9101", "[fd00::7]:50051", "http://[fd00::7]:9101"),
+        ("http://127.0.0.1:9101", "localhost:50051", "http://127.0.0.1:9101"),
+        ("http://0.0.0.0:9101", "unix:/run/turnout.sock", "http://127.0.0.1:9101"),
+        ("http://127.0.0.1:9101", "trainer:50051", None),
+        ("nonsense", "trainer:50051", None),
+    ],
+)
+def test_a_peers_metrics_are_listed_as_they_can_be_reached(told: str, target: str, url: str | None) -> None:
+    """A service that listens everywhere tells 0.0.0.0, which is Prometheus' own machine."""
+    assert as_reached(told, target) == url
+
+
+@pytest.mark.parametrize(
     ("endpoint", "place"),
     [
         ("http://10.0.0.7:8000", "10.0.0.7:8000"),
@@ -188,7 +200,8 @@ async def test_http_sd_leaves_out_a_peer_that_does_not_answer(tmp_path: Path) ->
 def test_engines_behind_http_are_scraped_themselves(endpoint: str, place: str | None) -> None:
     """vLLM and SGLang serve metrics of their own at the port that requests go to."""
     target = engine_of(ReplicaSpec("r0", Role.STANDALONE, "vllm-http", endpoint))
-    assert (None if target is None else target.address) == place
+    told = None if target is None else target.to_dict()
+    assert (told and told["targets"]) == (place and [place])
     if target is not None:
-        assert target.labels["__scheme__"] == endpoint.partition(":")[0]
+        assert target.to_dict()["labels"].get("__scheme__", "http") == endpoint.partition(":")[0]
         assert (target.labels["replica_id"], target.labels["role"]) == ("r0", "standalone")

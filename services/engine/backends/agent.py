@@ -23,7 +23,7 @@ from services.engine.wire.enums import CACHES, LEVELS, OUTCOME_KINDS, PAUSE_MODE
 from services.engine.wire.operations import read_failure, read_shards, write_duration
 from services.engine.wire.replicas import health_name, read_state
 from services.engine.wire.requests import read_output, write_engine_request
-from services.runtime.discovery import metrics_address
+from services.runtime.discovery import metrics_url
 from services.runtime.errors import TurnoutError, invalid_argument, not_found
 from services.runtime.peers import open_peer
 from services.runtime.statuses import from_rpc_error
@@ -68,9 +68,9 @@ class Agent:
         if not reading.cancelled():
             reading.exception()
 
-    async def metrics_address(self) -> str | None:
-        """Where it serves metrics for others, HOST:PORT; None if it does not say."""
-        return await metrics_address(self._control.stubs, self._target)
+    async def metrics_url(self) -> str | None:
+        """Where it serves metrics for others, as http://HOST:PORT; None if it does not say."""
+        return await metrics_url(self._control.stubs, self._target)
 
     async def close(self) -> None:
         """Close the channels."""
@@ -117,9 +117,9 @@ class AgentBackend:
         self._update_id = ""
         self._open_update = ""
 
-    async def metrics_address(self) -> str | None:
-        """Where its agent serves metrics for others, HOST:PORT; None if it does not say."""
-        return await self._agent.metrics_address()
+    async def metrics_url(self) -> str | None:
+        """Where its agent serves metrics for others, as http://HOST:PORT; None if it does not say."""
+        return await self._agent.metrics_url()
 
     @property
     def _run_id(self) -> str:
