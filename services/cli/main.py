@@ -25,6 +25,7 @@ _COMMANDS: Final = {
     ),
     "up": Entry("services.cli.up:up", "Run all three services on this machine."),
     "status": Entry("services.cli.status:status", "Show runs, modes, depths and replicas."),
+    "doctor": Entry("services.cli.doctor:doctor", "Say what is wrong around the services, and what to do."),
     "top": Entry("services.cli.top:top", "Watch one run live."),
     "events": Entry("services.cli.events:events", "Print a run's events, one JSON object a line."),
     "explain": Entry("services.cli.explain:explain_command", "Say why the GPUs of a run moved, or stayed."),

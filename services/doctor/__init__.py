@@ -1,0 +1,1 @@
+"""What `turnout doctor` looks at: everything around the services that has kept them from working somewhere."""
