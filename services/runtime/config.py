@@ -97,6 +97,11 @@ class ServiceSettings(BaseSettings):
     metrics_listen: str | None = Field(
         None, description="Serve Prometheus metrics over HTTP on this HOST:PORT; not served if unset."
     )
+    traces: bool = Field(
+        False,
+        description="Make OpenTelemetry spans of the calls that carry a trace, and send them by OTLP over HTTP to "
+        "where OTEL_EXPORTER_OTLP_ENDPOINT says; needs the extra otel.",
+    )
     grace_s: float = Field(10.0, ge=0, le=3600, description="Seconds given to calls at work after SIGTERM.")
     max_message_bytes: int = Field(
         64 << 20, ge=1 << 16, le=2**31 - 1, description="Largest message taken or sent, in bytes."

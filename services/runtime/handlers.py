@@ -31,6 +31,7 @@ from services.runtime.guard import Caller, Gate, Guard
 from services.runtime.logs import get_logger
 from services.runtime.metrics import CallMetrics
 from services.runtime.statuses import abort
+from services.runtime.tracing import Traces
 
 A = TypeVar("A")
 C = TypeVar("C", bound=Callable[..., object])
@@ -126,12 +127,21 @@ class InFlight:
 class Handlers(grpc.GenericRpcHandler):
     """Every method of one server, wrapped. Servicers are added to it as to a server."""
 
-    def __init__(self, *, name: str, in_flight: InFlight, metrics: CallMetrics, guard: Guard | None = None) -> None:
-        """Without a `guard` whoever reaches the server may make every call."""
+    def __init__(
+        self,
+        *,
+        name: str,
+        in_flight: InFlight,
+        metrics: CallMetrics,
+        guard: Guard | None = None,
+        traces: Traces | None = None,
+    ) -> None:
+        """Without a `guard` whoever reaches the server may make every call; without `traces` there are no spans."""
         self._log = get_logger(name)
         self._in_flight = in_flight
         self._metrics = metrics
         self._guard = guard
+        self._traces = traces
         self._services: list[grpc.GenericRpcHandler] = []
         self._wrapped: dict[str, Handler] = {}
         self.ready = False
@@ -188,7 +198,10 @@ class Handlers(grpc.GenericRpcHandler):
                 metrics.ended(began, ended or _code_name(context))
                 self._in_flight.leave(task)
 
-        return _wrapped(handler, around, _send_whole if infrastructure else _send, gate)
+        served: Any = around
+        if self._traces is not None and not infrastructure:
+            served = self._traces.around(method, around, _code_name)
+        return _wrapped(handler, served, _send_whole if infrastructure else _send, gate)
 
     async def _failed(self, context: Context, method: str, task: asyncio.Task[Any], error: BaseException) -> None:
         """End a call with the status that its error stands for; returns if the error itself ends it."""

@@ -36,6 +36,7 @@ from services.runtime.metrics import CallMetrics, LoopLag, MetricsServer, new_re
 from services.runtime.tasks import Supervisor
 from services.runtime.tls import ServerTls, TlsError
 from services.runtime.tokens import TokenFile, TokensError
+from services.runtime.tracing import Traces, TracingError
 
 _HANDSHAKE_MS: Final = 10_000
 """gRPC's own two minutes would let silent connections hold their places for that long."""
@@ -142,10 +143,13 @@ class ServiceHost:
         self._in_flight = InFlight()
         try:
             guard, self._tls = self._guard(), self._server_tls()
-        except (TokensError, TlsError) as error:
+            traces = Traces(self.name) if self.settings.traces else None
+        except (TokensError, TlsError, TracingError) as error:
             raise StartError(str(error)) from error
         metrics = CallMetrics(self.context.metrics)
-        self._handlers = Handlers(name=self.name, in_flight=self._in_flight, metrics=metrics, guard=guard)
+        self._handlers = Handlers(
+            name=self.name, in_flight=self._in_flight, metrics=metrics, guard=guard, traces=traces
+        )
         self._metrics_server: MetricsServer | None = None
         self.service = self._build(self.context)
         self._server = grpc.aio.server(options=_server_options(self.settings))

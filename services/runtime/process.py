@@ -7,6 +7,7 @@ SIGTERM or SIGINT stops in order, a second one ends the process at once; exit co
 from __future__ import annotations
 
 import asyncio
+import atexit
 import os
 import signal
 import sys
@@ -19,6 +20,7 @@ from services.runtime.collector import short_collections
 from services.runtime.config import ServiceSettings
 from services.runtime.host import Build, ServiceHost, StartError
 from services.runtime.logs import get_logger, setup_logs
+from services.runtime.tracing import TracingError, export_traces
 
 EXIT_FAILED: Final = 1
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
@@ -27,6 +29,13 @@ _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 def run_service(name: str, settings: ServiceSettings, build: Build) -> int:
     """Run a service until a signal stops it; return the exit code of the process."""
     setup_logs(settings.log_level, settings.log_format)
+    if settings.traces:
+        try:
+            finish = export_traces(name)
+        except TracingError as error:
+            print(f"turnout {name}: {error}", file=sys.stderr, flush=True)
+            return EXIT_FAILED
+        atexit.register(finish)
     keep_freed_memory()
     with short_collections(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_serve(name, settings, build))

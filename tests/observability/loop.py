@@ -23,8 +23,11 @@ from turnout.worker import RolloutWorker, WorkerSetup
 
 RUN = "watched"
 BATCH, MINI = 8, 4
-SCALE = 0.001
-"""A domain second is a wall millisecond."""
+SCALE = 0.02
+"""Wall seconds per domain second, where lends are to be worth their cost."""
+
+FAST = 0.002
+"""The same where they need not be."""
 
 LOCAL = "127.0.0.1:0"
 ROLES = {
@@ -37,7 +40,9 @@ AGENT_ARGUMENTS = {
     "replica_weights": False,
     "weights_bytes": 1 << 16,
     "kv_bytes": 1 << 16,
-    "length_mean": 300.0,
+    "length_mean": 1000.0,
+    "decode_base": 0.001,
+    "decode_per_request": 0.002,  # so that a second engine nearly doubles the speed
 }
 
 
@@ -67,11 +72,12 @@ class Targets:
 
 
 @contextlib.asynccontextmanager
-async def services(data: Path) -> AsyncIterator[Services]:
+async def services(data: Path, *, traces: bool = False) -> AsyncIterator[Services]:
     """All services, keeping what they know in `data`, with metrics."""
 
     def common(name: str) -> dict[str, object]:
-        return {"listen": [LOCAL], "metrics_listen": LOCAL, "time_scale": SCALE, "data_dir": data / name}
+        places = {"listen": [LOCAL], "metrics_listen": LOCAL, "data_dir": data / name}
+        return {**places, "time_scale": FAST, "traces": traces}
 
     agent = {**common("agent"), **AGENT_ARGUMENTS}
     del agent["data_dir"]
@@ -109,11 +115,12 @@ async def register(hooks: AsyncTrainerHooks, targets: Targets) -> None:
         await hooks.engine.calls.Register(engine_pb2.RegisterRequest(run_id=RUN, spec=spec))
 
 
-def setup(targets: Targets, steps: int) -> TrainerSetup:
+def setup(targets: Targets, steps: int, policy: str) -> TrainerSetup:
     """A trainer whose weights are a few bytes. It announces one step more, so that the last may lend."""
     return TrainerSetup(
         RUN,
         scheduler_pb2.RunConfig(
+            policy=policy,
             switch=scheduler_pb2.SwitchConfig(enable_switch=True, switch_threshold_ratio=0.5),
             train_batch_size=BATCH,
             parameter_sync_step=BATCH // MINI,
@@ -148,9 +155,9 @@ async def step_of(hooks: AsyncTrainerHooks, step: int) -> None:
 
 
 @contextlib.asynccontextmanager
-async def job(targets: Targets, steps: int) -> AsyncIterator[AsyncTrainerHooks]:
+async def job(targets: Targets, steps: int, policy: str = "verl") -> AsyncIterator[AsyncTrainerHooks]:
     """A job that was begun, with a worker at work; the steps are the caller's, up to `steps`."""
-    async with await AsyncTrainerHooks.open(setup(targets, steps)) as hooks:
+    async with await AsyncTrainerHooks.open(setup(targets, steps, policy)) as hooks:
 
         async def update_weights(target: WeightTarget) -> Moved | None:
             await hooks.move_bytes(target, b"w" * (1 << 16))

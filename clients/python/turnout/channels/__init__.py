@@ -3,7 +3,7 @@
 One place for the Python client and for the services, which are each other's clients.
 """
 
-from turnout.channels._open import bind, channel_options, connect
+from turnout.channels._open import bind, channel_options, connect, metadata_of
 from turnout.channels._security import Security, SecurityError
 from turnout.channels._targets import host_of, is_local, proxy_hint, proxy_variable
 
@@ -15,6 +15,7 @@ __all__ = [
     "connect",
     "host_of",
     "is_local",
+    "metadata_of",
     "proxy_hint",
     "proxy_variable",
 ]

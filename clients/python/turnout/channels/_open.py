@@ -11,7 +11,8 @@ from typing import Any, Final
 
 import grpc.aio
 
-from turnout.channels._security import Security
+from turnout import tracing
+from turnout.channels._security import Metadata, Security
 from turnout.channels._targets import is_local
 
 Option = tuple[str, int | str]
@@ -54,8 +55,15 @@ def connect(target: str, options: Sequence[Option], security: Security) -> grpc.
     return grpc.aio.secure_channel(target, credentials, options=arguments)
 
 
+def metadata_of(security: Security) -> Metadata | None:
+    """Return what a call carries: the token, and the trace that it is made in. None: nothing."""
+    token = security.metadata()
+    headers = tracing.headers()
+    return (*token, *headers) if token and headers else token or headers or None
+
+
 class _Bound:
-    """A channel as stubs use it: every call over it carries the token."""
+    """A channel as stubs use it: every call over it carries token and trace."""
 
     def __init__(self, channel: grpc.aio.Channel, security: Security) -> None:
         self._channel = channel
@@ -64,7 +72,7 @@ class _Bound:
     def _calls(self, shape: str) -> Callable[..., Callable[..., Any]]:
         def method(*arguments: Any, **named: Any) -> Callable[..., Any]:
             call = getattr(self._channel, shape)(*arguments, **named)
-            return lambda request, **how: call(request, metadata=self._security.metadata(), **how)
+            return lambda request, **how: call(request, metadata=metadata_of(self._security), **how)
 
         return method
 
@@ -73,6 +81,7 @@ class _Bound:
 
 
 def bind(channel: grpc.aio.Channel, security: Security) -> grpc.aio.Channel:
-    """Return what stubs are made of: `channel`, with the token on every call. Close the channel, not this."""
-    bound: Any = channel if security.metadata() is None else _Bound(channel, security)
+    """Return what stubs are made of: `channel`, with token and trace on every call. Close the channel, not this."""
+    bare = security.metadata() is None and not tracing.enabled()
+    bound: Any = channel if bare else _Bound(channel, security)
     return bound  # type: ignore[no-any-return]

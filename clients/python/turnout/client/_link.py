@@ -25,7 +25,7 @@ from weakref import WeakSet
 import grpc
 import grpc.aio
 
-from turnout.channels import channel_options, connect, proxy_hint
+from turnout.channels import channel_options, connect, metadata_of, proxy_hint
 from turnout.client import _fork
 from turnout.client._errors import TurnoutError, from_rpc_error
 from turnout.client._options import ClientOptions
@@ -212,7 +212,7 @@ class BlockingLink:
         at_work = _AtWork()
         self._at_work.add(at_work)
         try:
-            return call(argument, timeout=timeout, metadata=self._options.security.metadata())
+            return call(argument, timeout=timeout, metadata=metadata_of(self._options.security))
         except grpc.RpcError as error:
             raise self.explain(error) from error
         finally:
@@ -221,7 +221,7 @@ class BlockingLink:
     def stream(self, method: Method, request: Any, timeout: float | None) -> Stream:
         """Make a call with many answers."""
         argument = request if method.shape == "unary_stream" else iter(request)
-        call = self._callable(method)(argument, timeout=timeout, metadata=self._options.security.metadata())
+        call = self._callable(method)(argument, timeout=timeout, metadata=metadata_of(self._options.security))
         stream = _BlockingStream(call, self)
         self._at_work.add(stream)
         return stream
@@ -336,7 +336,7 @@ class AsyncLink:
 
     async def unary(self, method: Method, request: Any, timeout: float) -> Any:
         """Make a call with one answer."""
-        call = self._callable(method)(request, timeout=timeout, metadata=self._options.security.metadata())
+        call = self._callable(method)(request, timeout=timeout, metadata=metadata_of(self._options.security))
         try:
             return await call
         except asyncio.CancelledError:
@@ -347,7 +347,7 @@ class AsyncLink:
 
     def stream(self, method: Method, request: Any, timeout: float | None) -> Stream:
         """Make a call with many answers."""
-        call = self._callable(method)(request, timeout=timeout, metadata=self._options.security.metadata())
+        call = self._callable(method)(request, timeout=timeout, metadata=metadata_of(self._options.security))
         return _AsyncStream(call, self)
 
     async def close(self) -> None:

@@ -37,6 +37,7 @@ from turnout.client import (
 from turnout.client._payloads import Bytes
 from turnout.scheduler.v1 import events_pb2, scheduler_pb2
 from turnout.stores import StoreOwner, Stores
+from turnout.tracing import StepSpan
 from turnout.trainer._batch import AsyncBatch
 from turnout.trainer._heartbeat import Heartbeat
 from turnout.trainer._lending import Lending
@@ -91,6 +92,7 @@ class AsyncTrainerHooks:
         self._allow_older = opened.allow_older
         self._cursor = opened.cursor
         self._sample_began: float | None = None
+        self._span = StepSpan()
         self._next_attempt: dict[tuple[int, int], int] = {}
         """Where BeginSample goes on for the mini-batch, by step and number, that GPUs were last lent within."""
         self._releases: dict[tuple[int, int], int] = {}
@@ -163,6 +165,7 @@ class AsyncTrainerHooks:
                     scheduler_pb2.CloseRunRequest(run_id=self.setup.run_id, epoch=self.epoch, reason=reason)
                 )
         finally:
+            self._span.end()
             self._heartbeat.stop()
             for owner in self._owners:
                 await self.buffer.link.blocking(owner.stop)
@@ -219,6 +222,7 @@ class AsyncTrainerHooks:
     async def on_step_begin(self, step: int) -> events_pb2.Mode.ValueType:
         """Open a step. Takes the GPUs back if enough groups are ready; else prepare_step does. Returns the mode."""
         self._check()
+        self._span.begin(self.setup.run_id, step)
         request = scheduler_pb2.BeginStepRequest(run_id=self.setup.run_id, epoch=self.epoch, step=step)
         self._lending.tell_standalone(request)
         response = await self.scheduler.calls.BeginStep(request)
@@ -349,6 +353,7 @@ class AsyncTrainerHooks:
             moved = await self._lending.fulfil(response.lend, update)
         else:
             moved = await self._lending.update_standalone(update, step, allow_older=self._allow_older)
+        self._span.end()
         return {**response.metrics, **moved}
 
     # ----------------------------------------------------------------------------------------- validation, checkpoints

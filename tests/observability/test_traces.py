@@ -1,0 +1,135 @@
+"""One trace for each step, over the trainer and all services."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from opentelemetry import trace
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from services.runtime.config import ServiceSettings
+from services.runtime.host import StartError
+from services.runtime.process import EXIT_FAILED
+from services.runtime.tracing import MISSING
+from tests.observability.loop import RUN, job, services, step_of
+from tests.runtime.helpers import probe_host
+from turnout import tracing
+from turnout.buffer.v1 import buffer_pb2
+
+# OpenTelemetry takes one provider for each process, and the first one for good.
+_EXPORTER = InMemorySpanExporter()
+_PROVIDER = TracerProvider()
+_PROVIDER.add_span_processor(SimpleSpanProcessor(_EXPORTER))
+
+
+@pytest.fixture
+def spans() -> Iterator[InMemorySpanExporter]:
+    """Where every span of this process ends."""
+    if trace.get_tracer_provider() is not _PROVIDER:
+        trace.set_tracer_provider(_PROVIDER)
+    _EXPORTER.clear()
+    yield _EXPORTER
+    tracing.disable()
+
+
+def _services(spans: list[ReadableSpan]) -> set[str]:
+    return {str((span.attributes or {})["turnout.service"]) for span in spans if span.name != "step"}
+
+
+def _named(spans: list[ReadableSpan], name: str) -> list[ReadableSpan]:
+    return [span for span in spans if span.name.rpartition("/")[2] == name]
+
+
+async def test_a_step_is_one_trace_over_trainer_and_services(tmp_path: Path, spans: InMemorySpanExporter) -> None:
+    """Why a step took long can lie in four processes; their logs alone do not say what belonged together."""
+    async with services(tmp_path, traces=True) as house, job(house.targets, 2) as hooks:
+        for step in (1, 2):
+            await step_of(hooks, step)
+    finished = spans.get_finished_spans()
+    steps = _named(list(finished), "step")
+    assert [dict(span.attributes or {}) for span in steps] == [
+        {"turnout.run_id": RUN, "turnout.step": 1},
+        {"turnout.run_id": RUN, "turnout.step": 2},
+    ]
+    assert len({span.context.trace_id for span in steps if span.context}) == 2
+    for span in steps:
+        assert span.context is not None
+        own = [one for one in finished if one.context and one.context.trace_id == span.context.trace_id]
+        # The agent is an engine controller on the engine's node, and is called by its controller alone.
+        assert _services(own) == {"buffer", "engine", "scheduler"}
+        names = {one.name.rpartition("/")[2] for one in own}
+        assert {"BeginStep", "PrepareStep", "BeginSample", "Sample", "EndStep", "CommitSample"} <= names
+        known = {one.context.span_id for one in own if one.context}
+        assert all(one.parent is None or one.parent.span_id in known for one in own)
+        assert [one.name for one in own if one.parent is None] == ["step"]
+
+
+async def test_what_a_call_sets_in_motion_hangs_below_it(tmp_path: Path, spans: InMemorySpanExporter) -> None:
+    """A lend takes long because of one replica: the span of its command stands below the scheduler's call."""
+    async with services(tmp_path, traces=True) as house, job(house.targets, 2) as hooks:
+        await step_of(hooks, 1)
+        await step_of(hooks, 2)
+    finished = list(spans.get_finished_spans())
+    by_id = {span.context.span_id: span for span in finished if span.context}
+
+    def line(span: ReadableSpan) -> list[str]:
+        parents = [span.name.rpartition("/")[2]]
+        while span.parent is not None and span.parent.span_id in by_id:
+            span = by_id[span.parent.span_id]
+            parents.append(span.name.rpartition("/")[2])
+        return parents
+
+    # A reclaim: ordered by the scheduler, told to the controller, done by the agent of the replica's node.
+    lines = [line(span) for span in _named(finished, "Sleep")]
+    assert any(one[:2] == ["Sleep", "Reclaim"] and one[2] in ("BeginStep", "PrepareStep") for one in lines), lines
+
+
+async def test_a_call_outside_of_a_trace_makes_no_span(tmp_path: Path, spans: InMemorySpanExporter) -> None:
+    """Hundreds of workers poll: a trace for each of their calls would bury the steps."""
+    async with services(tmp_path, traces=True) as house, job(house.targets, 1) as hooks:
+        await hooks.buffer.calls.ListRuns(buffer_pb2.ListRunsRequest())
+        with trace.get_tracer("user").start_as_current_span("mine"):
+            await hooks.buffer.calls.ListRuns(buffer_pb2.ListRunsRequest())
+    finished = spans.get_finished_spans()
+    assert [span.name for span in finished] == ["turnout.buffer.v1.ReplayBuffer/ListRuns", "mine"]
+
+
+async def test_without_traces_nothing_is_sent_along(tmp_path: Path, spans: InMemorySpanExporter) -> None:
+    """Off is the default, and must cost nothing."""
+    assert tracing.headers() == ()
+    async with services(tmp_path) as house, job(house.targets, 1) as hooks:
+        with trace.get_tracer("user").start_as_current_span("mine"):
+            await step_of(hooks, 1)
+    assert [span.name for span in spans.get_finished_spans()] == ["mine"]
+
+
+def test_opentelemetry_is_imported_only_if_asked_for() -> None:
+    """It is an extra: a service without it has to start, and one that does not trace should not load it."""
+    code = (
+        "import sys, services.runtime.process, turnout.trainer, turnout.worker; "
+        "sys.exit(any(name.startswith('opentelemetry') for name in sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-P", "-c", code], timeout=60).returncode == 0
+
+
+async def test_traces_without_opentelemetry_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever asked for traces would wait for them in vain."""
+    monkeypatch.setitem(sys.modules, "opentelemetry", None)
+    with pytest.raises(StartError, match="otel"):
+        await probe_host(settings=ServiceSettings(traces=True)).start()
+
+
+def test_a_service_without_opentelemetry_says_what_to_install() -> None:
+    """A traceback of an import helps nobody."""
+    code = (
+        "import sys; sys.modules['opentelemetry'] = None; from services.cli.main import run; "
+        "sys.exit(run(['buffer', 'serve', '--listen', '127.0.0.1:0', '--traces']))"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr.strip()) == (EXIT_FAILED, f"turnout buffer: {MISSING}")
