@@ -26,13 +26,16 @@ GO_PACKAGES := golang-go protoc-gen-go protoc-gen-go-grpc golang-google-grpc-dev
 CPP_PACKAGES := g++ cmake pkg-config libgrpc++-dev libprotobuf-dev protobuf-compiler protobuf-compiler-grpc
 SUDO := $(if $(filter 0,$(shell id -u)),,sudo)
 
+# Debian's Prometheus with promtool, unpacked and not installed: it needs no root, and no service of it starts.
+PROMETHEUS := .prometheus
+
 # How long `make soak` lets faults happen.
 SECONDS ?= 600
 # How many calls `make fuzz` makes to each service.
 CALLS ?= 10000
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-vllm test test-all test-vllm test-stores test-ray test-verl test-clients lint types format coverage protos protos-lint bench soak fuzz docs clean
+.PHONY: help demo demo-vllm test test-all test-vllm test-stores test-ray test-verl test-clients test-deploy lint types format coverage protos protos-lint bench soak fuzz docs clean
 
 help: ## list these targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -76,6 +79,9 @@ test-clients: $(VENV)/.dev ## the clients in Go, TypeScript and C++, beside Pyth
 	@$(MAKE) --no-print-directory $(BUF)
 	$(BIN)/python -m pytest tests/clients_langs
 
+test-deploy: $(VENV)/.dev $(PROMETHEUS)/usr/bin/prometheus ## alert rules and dashboard against a real Prometheus (fetches Debian's package into a folder here)
+	$(BIN)/python -m pytest tests/observability
+
 lint: $(VENV)/.dev ## ruff: rules and format
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
@@ -118,7 +124,7 @@ fuzz: $(VENV)/.dev ## 10 000 malformed and hostile calls to each service (CALLS=
 	$(BIN)/python -m tests.fuzz --calls $(CALLS) $(if $(SEED),--seed $(SEED)) $(FUZZ_ARGS)
 
 clean: ## remove what make and the tools made
-	rm -rf $(VENV) $(VLLM) $(RAY) $(VERL) $(DOCS) docs/_build .venv-protos node_modules clients/typescript/node_modules clients/typescript/dist clients/go/bin clients/cpp/build .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage htmlcov dist build
+	rm -rf $(VENV) $(PROMETHEUS) $(VLLM) $(RAY) $(VERL) $(DOCS) docs/_build .venv-protos node_modules clients/typescript/node_modules clients/typescript/dist clients/go/bin clients/cpp/build .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage htmlcov dist build
 	find services clients tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
@@ -168,6 +174,11 @@ $(VERL)/.dev: $(PYPROJECTS)
 $(DOCS)/.ready: Makefile
 	@[ -x $(DOCS)/bin/python ] || $(PYTHON) -m venv $(DOCS)
 	$(DOCS)/bin/python -m pip --disable-pip-version-check install --quiet 'sphinx>=8' 'myst-parser>=4' 'furo>=2024.8'
+	@touch $@
+
+$(PROMETHEUS)/usr/bin/prometheus:
+	mkdir -p $(PROMETHEUS)
+	cd $(PROMETHEUS) && apt-get download -qq prometheus && dpkg-deb -x prometheus_*.deb . && rm prometheus_*.deb
 	@touch $@
 
 $(BUF): package.json
