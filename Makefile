@@ -77,7 +77,7 @@ test-clients: $(VENV)/.dev ## the clients in Go, TypeScript and C++, beside Pyth
 	@command -v npm >/dev/null || { echo "Node.js 20 with npm is needed: https://nodejs.org"; exit 1; }
 	cd clients/typescript && npm install --no-package-lock --no-audit --no-fund --silent
 	@$(MAKE) --no-print-directory $(BUF)
-	$(BIN)/python -m pytest tests/clients_langs
+	$(BIN)/python -m pytest tests/clients_langs tests/examples
 
 test-deploy: $(VENV)/.dev $(PROMETHEUS)/usr/bin/prometheus ## alert rules and dashboard against a real Prometheus (fetches Debian's package into a folder here)
 	$(BIN)/python -m pytest tests/observability

@@ -7,22 +7,18 @@
  */
 import { Link } from "../src/index.js";
 import { jobOf, tell } from "./job.js";
-import { Trainer } from "./trainer.js";
+import { train } from "./trainer.js";
 import { Worker } from "./worker.js";
 
 const job = jobOf(process.argv.slice(2));
-const links = { buffer: new Link(job.buffer), engine: new Link(job.engine), scheduler: new Link(job.scheduler) };
 // A worker's waits and a trainer's calls do not share a connection: neither can hold up the other.
 const own = { buffer: new Link(job.buffer), engine: new Link(job.engine) };
 const worker = new Worker(job, own.buffer, own.engine);
-const trainer = new Trainer(job, links);
 
 try {
-  const training = trainer.run().finally(() => worker.stop());
-  // The worker needs the run, which the trainer makes first.
-  const working = trainer.created.then(() => worker.run());
-  const [ledger] = await Promise.all([training, working]);
+  const training = train(job).finally(() => worker.stop());
+  const [ledger] = await Promise.all([training, worker.run()]);
   tell({ ledger, outages: worker.outages.count });
 } finally {
-  for (const link of [...Object.values(links), ...Object.values(own)]) link.close();
+  for (const link of Object.values(own)) link.close();
 }

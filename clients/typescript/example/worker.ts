@@ -10,7 +10,7 @@ import {
   ReplayBufferService,
   SegmentEnd,
 } from "../gen/turnout/buffer/v1/buffer.js";
-import { duration, itemError, type Link, packTokens, TOKENS, unpackTokens } from "../src/index.js";
+import { duration, itemError, type Link, packTokens, TOKENS, TurnoutError, unpackTokens } from "../src/index.js";
 import { generate } from "./generation.js";
 import { type Job, PARTITION, rewardOf } from "./job.js";
 
@@ -46,18 +46,7 @@ export class Worker {
         await Promise.race(tasks);
         continue;
       }
-      const { claims } = await this.buffer.call(
-        ReplayBufferService.claimGroups,
-        ClaimGroupsRequest.fromPartial({
-          runId: this.job.runId,
-          partition: PARTITION,
-          workerId: "typescript-worker",
-          maxTrajectories: room,
-          maxWait: duration(1_000),
-          requestId: randomUUID(),
-        }),
-      );
-      for (const claim of claims) {
+      for (const claim of await this.claim(room)) {
         this.atWork += claim.trajectories.length;
         const task = this.work(claim)
           .catch((error: unknown) => void failures.push(error))
@@ -72,6 +61,25 @@ export class Worker {
     this.stop();
     await renewing;
     if (failures.length) throw failures[0];
+  }
+
+  private async claim(room: number): Promise<Claim[]> {
+    const request = ClaimGroupsRequest.fromPartial({
+      runId: this.job.runId,
+      partition: PARTITION,
+      workerId: "typescript-worker",
+      maxTrajectories: room,
+      maxWait: duration(1_000),
+      requestId: randomUUID(),
+    });
+    try {
+      return (await this.buffer.call(ReplayBufferService.claimGroups, request)).claims;
+    } catch (error) {
+      // The trainer makes the run; until then there is nothing to claim.
+      if (!(error instanceof TurnoutError && error.reason === "RUN_NOT_FOUND")) throw error;
+      await sleep(250, undefined, { signal: this.stopping.signal }).catch(() => undefined);
+      return [];
+    }
   }
 
   private async work(claim: Claim): Promise<void> {

@@ -9,8 +9,11 @@ import {
   UpdateKind,
   type UpdateWeightsRequest,
 } from "../gen/turnout/engine/v1/engine.js";
-import { crc32c, type Link } from "../src/index.js";
-import { WEIGHT_BYTES } from "./job.js";
+import { crc32c } from "./crc32c.js";
+import type { Link } from "./link.js";
+
+/** Returns the bytes of a version, as the engines load them. */
+export type WeightsOf = (version: bigint) => Uint8Array | Promise<Uint8Array>;
 
 export interface Target {
   runId: string;
@@ -22,8 +25,11 @@ export interface Target {
   allowOlder: boolean;
 }
 
+const CHUNK_BYTES = 1 << 20;
+const UPLOAD_MS = 600_000;
+
 /** Brings a version to replicas; returns the seconds it took. */
-export async function install(engine: Link, target: Target): Promise<number> {
+export async function install(engine: Link, target: Target, weightsOf: WeightsOf): Promise<number> {
   const began = performance.now();
   const { runId, epoch, version } = target;
   const hybrid = target.role === ReplicaRole.REPLICA_ROLE_HYBRID;
@@ -39,9 +45,11 @@ export async function install(engine: Link, target: Target): Promise<number> {
     }),
   );
   try {
-    await engine.upload(EngineControllerService.updateWeights, frames(target, updateId), 60_000);
+    const weights = await weightsOf(version);
+    await engine.upload(EngineControllerService.updateWeights, frames(target, updateId, weights), UPLOAD_MS);
     if (hybrid) {
-      const vacated = wave.flatMap(({ ranks }) => ranks.map(({ gpu }) => ({ gpu, bytesFree: BigInt(80) << 30n })));
+      // The trainer has let its own memory go before it calls: that is what a lend is.
+      const vacated = wave.flatMap(({ ranks }) => ranks.map(({ gpu }) => ({ gpu, bytesFree: 0n })));
       await engine.call(
         EngineControllerService.reportVacated,
         ReportVacatedRequest.fromPartial({ runId, epoch, updateId, vacated }),
@@ -60,12 +68,11 @@ export async function install(engine: Link, target: Target): Promise<number> {
   return (performance.now() - began) / 1000;
 }
 
-function* frames({ runId, epoch, version }: Target, updateId: string): Generator<UpdateWeightsRequest> {
-  const weights = Buffer.alloc(WEIGHT_BYTES, Number(version % 251n));
+function* frames({ runId, epoch }: Target, updateId: string, weights: Uint8Array): Generator<UpdateWeightsRequest> {
   const header = { runId, epoch, updateId, replicaIds: [], size: BigInt(weights.length), infoJson: "", waveIndex: 0 };
   yield { frame: { $case: "header", value: header } };
-  const half = weights.length / 2;
-  yield { frame: { $case: "chunk", value: weights.subarray(0, half) } };
-  yield { frame: { $case: "chunk", value: weights.subarray(half) } };
+  for (let at = 0; at < weights.length; at += CHUNK_BYTES) {
+    yield { frame: { $case: "chunk", value: Buffer.from(weights.subarray(at, at + CHUNK_BYTES)) } };
+  }
   yield { frame: { $case: "end", value: { crc32c: crc32c(weights) } } };
 }
