@@ -59,7 +59,8 @@ async def server(models: Path) -> AsyncIterator[tuple[str, psutil.Process]]:
     finally:
         # A server that a test has killed has left its children to others.
         family = family or process.children(recursive=True)
-        for one in [process, *family]:
+        family.append(process)
+        for one in family:
             if one.is_running():
                 one.kill()
         await asyncio.to_thread(psutil.wait_procs, family, 15)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import signal
-import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ import pytest_asyncio
 import yaml
 
 from tests.engine import helpers
+from tests.ray_deploy.raylets import raylets
 from tests.vllm.real.engines import ENVIRONMENT, PROMPT, engine_args, greedy
 from tests.vllm.real.test_controller import lend
 from turnout.engine.v1 import engine_pb2 as pb
@@ -31,21 +30,9 @@ ACTOR = "turnout/engine"
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[tuple[str, str]]:
     """The address of a cluster of two nodes on this machine, and Ray's id of the one that is not its head."""
-    from ray.cluster_utils import Cluster
-
-    # Names of sockets must be short.
-    directory = tempfile.mkdtemp(prefix="ray-")
-    size = {"num_cpus": 2, "num_gpus": 0, "object_store_memory": 80 << 20, "node_ip_address": "127.0.0.1"}
-    head = {**size, "include_dashboard": False, "temp_dir": directory}
-    cluster = Cluster(initialize_head=True, connect=False, head_node_args=head)
-    try:
-        other = cluster.add_node(**size)
-        ray.init(cluster.address, logging_level="ERROR", log_to_driver=False, _node_ip_address="127.0.0.1")
-        yield cluster.address, other.node_id
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
-        shutil.rmtree(directory, ignore_errors=True)
+    with raylets(other="other") as cluster:
+        [other] = [node["NodeID"] for node in ray.nodes() if "other" in node["Resources"]]
+        yield cluster.address, other
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
@@ -63,7 +50,7 @@ async def controller(
     }
     config.write_text(yaml.safe_dump(content), encoding="utf-8")
     async with helpers.running(vllm_config=config, ray_address=address, probe_interval=0.5) as running:
-        options = {"start": "true", "node": node, "num_cpus": "1"}
+        options = {"start": "true", "node": node, "num_cpus": "0"}
         await helpers.register(running, "r", backend="vllm-ray", endpoint=ACTOR, options=options)
         yield running
 
