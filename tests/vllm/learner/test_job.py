@@ -20,6 +20,7 @@ JOB = Job(seed=11, steps=3, batch_size=4, group_size=4, hybrid_kv_bytes=256 << 2
 
 
 @pytest.mark.slow
+@pytest.mark.smoke
 async def test_engines_compute_what_was_trained_and_give_their_memory_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

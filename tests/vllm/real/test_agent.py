@@ -23,8 +23,10 @@ TURNOUT = Path(sys.executable).with_name("turnout")
 
 
 @asynccontextmanager
-async def agent(directory: Path, model: Path) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
-    """An agent with one hybrid replica `h`, whose weights have to come first; its process and target."""
+async def agent(
+    directory: Path, model: Path, weights: bool = False
+) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
+    """An agent with one replica `h`, whose weights have to come first unless told otherwise; its process and target."""
     config = directory / "engine.yaml"
     content = {
         "model": str(model),
@@ -35,7 +37,8 @@ async def agent(directory: Path, model: Path) -> AsyncIterator[tuple[asyncio.sub
     }
     config.write_text(yaml.safe_dump(content), encoding="utf-8")
     arguments = ["engine", "serve", "--agent", "--listen", "127.0.0.1:0", "--log-level", "error"]
-    arguments += ["--replica", "h:hybrid", "--no-replica-weights", "--vllm-config", str(config)]
+    arguments += ["--replica", "h:standalone" if weights else "h:hybrid", "--vllm-config", str(config)]
+    arguments += [] if weights else ["--no-replica-weights"]
     process = await asyncio.create_subprocess_exec(TURNOUT, *arguments, stdout=asyncio.subprocess.PIPE)
     family: list[psutil.Process] = []
     try:
@@ -100,6 +103,19 @@ async def test_an_agent_that_is_killed_takes_its_engine_with_it(models: Path, tm
     """Nothing is left to hold the device."""
     async with agent(tmp_path, models / "old" / "tiny-llama") as (process, _):
         os.kill(process.pid, signal.SIGKILL)
+
+
+async def test_h50_sigterm_ends_an_agent_whose_engine_is_at_work(models: Path, tmp_path: Path) -> None:
+    """With a request that runs: the process ends by itself in time, and nothing of vLLM stays (see `agent`)."""
+    started = agent(tmp_path, models / "old" / "tiny-llama", weights=True)
+    async with started as (process, target), helpers.running() as controller:
+        await helpers.register(controller, "h", "standalone", backend="agent", endpoint=target)
+        running = asyncio.create_task(helpers.generate(controller, "a", PROMPT, max_tokens=1000))
+        await helpers.until(lambda: bool(controller.controller.fleet.get("h").forwards), 30)
+        process.terminate()
+        assert await asyncio.wait_for(process.wait(), 30) == 0
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
 
 
 def shared_gpu() -> pb.Gpu:

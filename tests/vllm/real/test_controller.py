@@ -127,6 +127,26 @@ async def test_h44_a_lent_engine_is_taken_back_and_lent_again(
     assert output.tokens[: first.tokens] == uncut.tokens[: first.tokens]
 
 
+async def test_h40_a_request_whose_replica_is_removed_goes_on_at_the_next(
+    controller: helpers.Engine, engine: Engine
+) -> None:
+    """Its completion there counts for nothing: the engine is empty, and what had come is kept and continued."""
+    await helpers.register(controller, "r", "standalone", backend="vllm-inproc")
+    whole = (await generate(controller, "uncut")).tokens
+    running = asyncio.create_task(generate(controller, "a"))
+    await decoding(engine)
+    await controller.stub.Deregister(pb.DeregisterRequest(run_id=helpers.RUN, replica_id="r"))
+    await helpers.until(lambda: engine.surface.engine.get_num_unfinished_requests() == 0)
+    assert not running.done()
+    await helpers.register(controller, "r2", "standalone", backend="vllm-inproc")
+    output = await running
+    assert (len(output.tokens), output.finish) == (TOKENS, "LENGTH")
+    assert [segment.replica_id for segment in output.segments] == ["r", "r2"]
+    kept = output.segments[0].tokens
+    assert output.tokens[:kept] == whole[:kept]
+    assert controller.controller.fleet.placement.load("r2") == 0
+
+
 async def lend(controller: helpers.Engine, models: Path, lend_id: str, version: int) -> None:
     """Lend the engine, with the new weights under a version."""
     await controller.stub.BeginLend(pb.BeginLendRequest(run_id=helpers.RUN, lend_id=lend_id))

@@ -103,6 +103,13 @@ async def test_h35_a_live_id_is_taken(engine: Engine) -> None:
     assert (await engine.generate(5, request_id="twice")).finish is Finish.LENGTH
 
 
+async def test_h36_aborts_of_unknown_requests_leave_nothing(engine: Engine) -> None:
+    """A later request of such an id runs to its end."""
+    await engine.backend.abort([f"unknown-{number}" for number in range(1000)])
+    assert (await engine.generate(5, request_id="unknown-7")).finish is Finish.LENGTH
+    assert not engine.raw.output_processor.request_states
+
+
 async def test_tokens_outside_the_vocabulary_are_refused(engine: Engine) -> None:
     """They kill an engine without a tokenizer."""
     for prompt in ([5, 1024], [5, -1], [2**31]):
@@ -120,7 +127,7 @@ async def test_a_prompt_that_is_too_long_is_the_callers_fault(engine: Engine) ->
     assert output.error.code.name == "INVALID_ARGUMENT"
 
 
-async def test_a_failing_worker_call_is_an_error_and_the_engine_goes_on(engine: Engine) -> None:
+async def test_h33_a_worker_that_fails_is_an_error_and_the_engine_goes_on(engine: Engine) -> None:
     """vLLM raises a bare Exception."""
     await refused(engine.backend.collective_rpc("no_such_method", "", None, 10), "ABORTED", "ENGINE_FAILED")
     assert (await engine.generate(5)).finish is Finish.LENGTH
