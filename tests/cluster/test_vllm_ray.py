@@ -108,6 +108,13 @@ async def test_an_actor_without_room_is_given_up(address: str, tmp_path: Path, m
         await opened("large", address, tmp_path, start="true", num_gpus="8")
 
 
+async def test_a_node_that_could_never_hold_an_actor_is_named_as_such(address: str, tmp_path: Path) -> None:
+    """Ray says at once that the actor cannot be scheduled, which is no failure of its engine."""
+    node = ray.nodes()[0]["NodeID"]
+    with refused("NOT_PLACED"):
+        await opened("misplaced", address, tmp_path, start="true", node=node, num_gpus="8")
+
+
 async def test_an_actor_of_another_kind_is_named(address: str, tmp_path: Path) -> None:
     class Other:
         def ping(self) -> None: ...

@@ -65,6 +65,7 @@ async def attach(cluster: Cluster, place: str, placing: Placing | None) -> RaySu
 
 async def _start(cluster: Cluster, place: str, placing: Placing) -> Actor:
     ray = await cluster.join()
+    from ray.exceptions import ActorUnschedulableError
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     namespace, _, name = place.rpartition("/")
@@ -89,7 +90,8 @@ async def _start(cluster: Cluster, place: str, placing: Placing) -> Actor:
     try:
         async with asyncio.timeout(PLACE_S):
             await actor.handle.__ray_ready__.remote()
-    except TimeoutError:
+    except (TimeoutError, ActorUnschedulableError):
+        # Ray waits for room that other actors have, and gives up on a node that could never have it.
         await _kill(cluster, actor)
         raise failed_precondition("NOT_PLACED", f"Ray found no room for the actor {place}") from None
     except Exception as error:

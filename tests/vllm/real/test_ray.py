@@ -50,7 +50,7 @@ async def controller(
     }
     config.write_text(yaml.safe_dump(content), encoding="utf-8")
     async with helpers.running(vllm_config=config, ray_address=address, probe_interval=0.5) as running:
-        options = {"start": "true", "node": node, "num_cpus": "0"}
+        options = {"start": "true", "node": node, "num_cpus": "0", "num_gpus": "0"}
         await helpers.register(running, "r", backend="vllm-ray", endpoint=ACTOR, options=options)
         yield running
 
