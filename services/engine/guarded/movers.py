@@ -19,6 +19,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import tempfile
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -39,6 +40,8 @@ FIELDS: Final = {
 }
 """The movers and what each may be told."""
 
+CRC32C: Final = re.compile(r"[0-9a-f]{8}")
+
 NEEDED: Final = {"file": calls.WEIGHT_FILES, "transfer": calls.WEIGHT_TRANSFER, "reload": calls.RELOAD}
 """What an engine must offer for a mover."""
 
@@ -51,7 +54,7 @@ class Move:
     info: dict[str, Any]
     received: Path | None = None
     joined_crc: int | None = None
-    """CRC32C of all bytes of the transaction up to the end of this move."""
+    """CRC32C of all bytes of the transaction up to the end of this move, None if it is not known."""
 
     def close(self) -> None:
         """Remove what was received."""
@@ -68,7 +71,8 @@ class Movers:
         self._spool = spool
         self._in_session = False
         self._initialised = False
-        self._crc: int | None = None
+        # Of all bytes that were moved: 0 before the first, None once some came of which it is not known.
+        self._crc: int | None = 0
         self.moved = False
 
     async def receive(self, size: int, info_json: str, chunks: AsyncIterator[bytes]) -> Move:
@@ -84,7 +88,9 @@ class Movers:
         if not size:
             async for _ in chunks:
                 pass
-            return Move(mover, info)
+            # The worker compares it with the file that it reads.
+            named = info.get("crc32c") if mover == "file" and self._crc == 0 else None
+            return Move(mover, info, joined_crc=int(named, 16) if named else None)
         path = Path(tempfile.mkstemp(prefix="turnout-weights-", suffix=".safetensors", dir=self._spool)[1])
         move = Move(mover, {"path": str(path)}, path)
         written, crc, joined = 0, 0, self._crc or 0
@@ -100,7 +106,7 @@ class Movers:
             move.close()
             raise
         move.info["crc32c"] = f"{crc:08x}"
-        move.joined_crc = joined
+        move.joined_crc = None if self._crc is None else joined
         return move
 
     async def move(self, move: Move) -> None:
@@ -118,14 +124,13 @@ class Movers:
                     # vLLM has closed the session; the next move opens another.
                     self._in_session = False
                     raise
-                if move.received is not None:
-                    self._crc = move.joined_crc
             case _:
                 pass
+        self._crc = move.joined_crc
 
     def check(self, checksum: str) -> None:
-        """Compare the trainer's checksum, a CRC32C as 8 hexadecimal digits, with that of the bytes that came."""
-        if checksum and self._crc is not None and checksum != f"{self._crc:08x}":
+        """Compare the trainer's checksum, a CRC32C as 8 hexadecimal digits, with that of what came, if known."""
+        if checksum and self._crc and checksum != f"{self._crc:08x}":
             raise data_loss(
                 "CHECKSUM_MISMATCH",
                 f"the weights of {self._name} have another checksum than the trainer's",
@@ -140,7 +145,7 @@ class Movers:
             self._in_session = False
         if calls.WEIGHT_VERSION in self._surface.offers:
             await self._surface.set_version(str(version))
-        self._crc = None
+        self._crc = 0
 
     async def abandon(self) -> None:
         """No more weights come."""
@@ -149,7 +154,7 @@ class Movers:
             # Nothing can be said of these weights any more; only the engine has to be ready for the next ones.
             with contextlib.suppress(TurnoutError):
                 await self._surface.finish_update()
-        self._crc, self.moved = None, False
+        self._crc, self.moved = 0, False
 
     async def _open_session(self, init: dict[str, Any]) -> None:
         if not self._initialised:
@@ -180,6 +185,9 @@ class Movers:
             raise invalid_argument("info_json", f"mover {mover} knows no {unknown[0]!r}", value=unknown[0])
         if size and (mover != "file" or info):
             raise invalid_argument("size", f"mover {mover} takes no chunks as it is described here", value=size)
+        crc32c = info.get("crc32c", "")
+        if not (isinstance(crc32c, str) and (not crc32c or CRC32C.fullmatch(crc32c))):
+            raise invalid_argument("info_json", "a CRC32C has 8 hexadecimal digits, small letters", value=crc32c)
         path = info.get("path")
         if not size and mover in ("file", "reload") and not (isinstance(path, str) and os.path.isabs(path)):
             raise invalid_argument("info_json", f"mover {mover} needs an absolute path, or chunks", value=path)

@@ -52,6 +52,29 @@ async def test_two_moves_have_one_session_and_one_checksum(tmp_path: Path) -> No
     assert surface.calls.count("init_transfer") == 1
 
 
+@pytest.mark.parametrize(
+    ("moves", "refused"),
+    [
+        ([text(mover="file", path="/w", crc32c="0000000a")], True),
+        ([text(mover="file", path="/w")], False),
+        ([text(mover="file", path="/w", crc32c="0000000a"), text(mover="file", path="/x", crc32c="0000000b")], False),
+        ([text(mover="reload", path="/model")], False),
+        ([text(mover="own")], False),
+    ],
+)
+async def test_a_checksum_is_compared_with_a_file_whose_own_is_known(moves: list[str], refused: bool) -> None:
+    """The worker has read exactly that file; of several together, or by other means, nobody knows it."""
+    backend = backend_on(FakeSurface())
+    await backend.start_weight_update("u", 3, False, 5)
+    for move in moves:
+        await backend.update_weights(0, move, chunks(), 5)
+    if refused:
+        with pytest.raises(TurnoutError) as caught:
+            await backend.finish_weight_update("0000000b", 5)
+        assert caught.value.reason == "CHECKSUM_MISMATCH"
+    await backend.finish_weight_update("0000000a" if refused else "0000000b", 5)
+
+
 async def test_bytes_that_end_early_touch_nothing(tmp_path: Path) -> None:
     surface = FakeSurface()
     backend = backend_on(surface, str(tmp_path))
@@ -104,6 +127,8 @@ async def test_the_same_update_again_goes_on_with_it() -> None:
         (0, text(mover="reload")),
         (0, ""),
         (0, text(mover="own", path="/x")),
+        (0, text(mover="file", path="/x", crc32c="beef")),
+        (0, text(mover="file", path="/x", crc32c=7)),
         (5, text(mover="reload", path="/x")),
         (5, text(mover="file", path="/x")),
     ],

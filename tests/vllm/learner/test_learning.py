@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Iterator
 from itertools import islice
 
 import pytest
@@ -14,6 +15,15 @@ from services.learner.job import Job
 from services.learner.model import make_model
 from services.learner.supply import load, questions, sample_file
 from tests.vllm.learner.sampling import sample
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Of a model this small two threads mostly wait for each other, on a busy machine many times as long."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.mark.slow
