@@ -7,10 +7,11 @@ nothing half done; a run that is closed can be read until many others were close
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 from services.runtime.errors import Code, TurnoutError, invalid_argument, not_found, require_id
@@ -33,6 +34,9 @@ _log = get_logger("scheduler")
 _CLOSED_KEPT = 32
 """Closed runs whose events can still be read; beyond, the one closed longest ago is forgotten."""
 
+_RENEWAL_S = 1.0
+"""Domain seconds between two renewals of sample leases, which live for minutes: heartbeats in between cost no call."""
+
 
 @dataclass(slots=True)
 class _Entry:
@@ -42,6 +46,9 @@ class _Entry:
     opening: Opening
     answer: OpenRunResponse | None
     """What OpenRun answered, None if an earlier process was cut before it did."""
+    renewal: asyncio.Task[None] | None = None
+    """The last renewal of its sample leases, which a heartbeat began."""
+    renewed_at: float = -math.inf
 
 
 class Registry:
@@ -57,7 +64,7 @@ class Registry:
         self._entries: OrderedDict[str, _Entry] = OrderedDict()
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         """Held by the tasks that use them, so ids that nobody opens leave none behind."""
-        self._tasks: set[asyncio.Task[object]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._suspended: TurnoutError | None = None
         """What every call ends with while what is stored is read again."""
 
@@ -113,12 +120,15 @@ class Registry:
             async with self._locks.setdefault(run_id, asyncio.Lock()):
                 return await work()
 
-        task = asyncio.get_running_loop().create_task(locked())
+        return await asyncio.shield(self._begin(locked()))
+
+    def _begin(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._forget)
-        return await asyncio.shield(task)
+        return task
 
-    def _forget(self, task: asyncio.Task[object]) -> None:
+    def _forget(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled():
             # The caller may be gone; an error that nobody reads must not be reported as lost.
@@ -228,15 +238,21 @@ class Registry:
         """Take `config` over from the next step on. Raises as opening with it would."""
         hosted.run.reconfigure(configs.check(config, self._create))
 
-    async def heartbeat(self, hosted: HostedRun) -> float:
-        """The trainer lives: renew its sample leases too. Wall seconds until the next sign of life is due."""
-        try:
-            await hosted.buffer.renew_epoch(hosted.run.epoch)
-        except TurnoutError as error:
+    def heartbeat(self, hosted: HostedRun) -> float:
+        """The trainer lives: renew its sample leases too. Wall seconds until the next sign of life is due.
+
+        The buffer is not waited for, nor asked at every heartbeat: what it refuses, the next that asks raises.
+        """
+        entry, now = self._entry(hosted.run.run_id), self._tools.clock.now()
+        before = entry.renewal
+        if now - entry.renewed_at >= _RENEWAL_S and (before is None or before.done()):
+            entry.renewed_at = now
+            entry.renewal = self._begin(hosted.buffer.renew_epoch(hosted.run.epoch))
+            refused = None if before is None or before.cancelled() else before.exception()
             # A buffer that restarts renews its leases by itself; the heartbeat of the trainer counts all the same.
-            if error.code not in (Code.UNAVAILABLE, Code.UNIMPLEMENTED):
-                raise
-        return hosted.run.lease.left_s(self._tools.clock.now()) * self._tools.clock.scale
+            if isinstance(refused, TurnoutError) and refused.code not in (Code.UNAVAILABLE, Code.UNIMPLEMENTED):
+                raise refused
+        return hosted.run.lease.left_s(now) * self._tools.clock.scale
 
     async def drain(self) -> None:
         """Let the transitions under way come to their end; waits end by themselves as the service drains."""
@@ -250,7 +266,7 @@ class Registry:
             await entry.observer.close()
 
     @staticmethod
-    async def _cancel(tasks: list[asyncio.Task[object]]) -> None:
+    async def _cancel(tasks: list[asyncio.Task[Any]]) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

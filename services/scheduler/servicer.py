@@ -152,7 +152,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SwitchSchedulerServicer):
 
     async def Heartbeat(self, request: pb.HeartbeatRequest, context: Context) -> pb.HeartbeatResponse:
         hosted, _ = self._admitted(request)
-        return pb.HeartbeatResponse(lease=duration_of(await self._registry.heartbeat(hosted)))
+        return pb.HeartbeatResponse(lease=duration_of(self._registry.heartbeat(hosted)))
 
     async def WatchRun(self, request: pb.WatchRunRequest, context: Context) -> AsyncIterator[pb.WatchRunResponse]:
         hosted = self._registry.get(request.run_id)

@@ -238,3 +238,8 @@ class CallOrder:
     def answers(self) -> list[tuple[CallKey, bytes, object]]:
         """All answers that are kept, the oldest first, each with what its call said."""
         return [(key, content, answer) for key, (content, answer) in self._answers.items()]
+
+    def take_fresh(self) -> list[tuple[CallKey, bytes, object]]:
+        """Those of the answers that nobody took note of yet; they count as noted from now on."""
+        fresh, self.fresh = self.fresh, []
+        return [(key, *self._answers[key]) for key in fresh]

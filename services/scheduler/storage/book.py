@@ -50,11 +50,7 @@ class Book:
         if opened != self._opened:
             self._opened = opened
             record.opened.request, record.opened.response = opened
-        order = hosted.run.order
-        if order.fresh:
-            fresh = set(order.fresh)
-            record.answers.extend(_answer(*answer) for answer in order.answers() if answer[0] in fresh)
-            order.fresh.clear()
+        record.answers.extend(_answer(*answer) for answer in hosted.run.order.take_fresh())
         self._take_saved(record)
         return record if record.ByteSize() else None
 

@@ -116,6 +116,7 @@ class Keeper:
         """Return once everything that became of the run so far is durable. Raises why it is not."""
         book = self._books.get(hosted.run.run_id)
         if book is not None:
+            self._due.pop(hosted.run.run_id, None)
             self._write(book)
         if self._journal is not None:
             await self._journal.tail()

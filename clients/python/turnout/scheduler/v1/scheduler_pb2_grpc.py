@@ -253,8 +253,8 @@ class SwitchSchedulerServicer(object):
 
     def Heartbeat(self, request, context):
         """Heartbeat says that the trainer lives. Every parked call counts as one. A lost lease only permits a newer epoch; it
-        never moves a GPU, and a late heartbeat revives it while no newer epoch was granted. It also renews the sample leases of
-        the epoch in the buffer.
+        never moves a GPU, and a late heartbeat revives it while no newer epoch was granted. It also has the sample leases of
+        the epoch renewed in the buffer, without waiting for that: what the buffer refuses, a later heartbeat is told.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

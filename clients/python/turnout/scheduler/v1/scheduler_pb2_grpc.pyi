@@ -558,8 +558,8 @@ class SwitchSchedulerStub(typing.Generic[_SwitchSchedulerOpenRunType, _SwitchSch
 
     Heartbeat: _SwitchSchedulerHeartbeatType
     """Heartbeat says that the trainer lives. Every parked call counts as one. A lost lease only permits a newer epoch; it
-    never moves a GPU, and a late heartbeat revives it while no newer epoch was granted. It also renews the sample leases of
-    the epoch in the buffer.
+    never moves a GPU, and a late heartbeat revives it while no newer epoch was granted. It also has the sample leases of
+    the epoch renewed in the buffer, without waiting for that: what the buffer refuses, a later heartbeat is told.
     """
 
     WatchRun: _SwitchSchedulerWatchRunType
@@ -794,8 +794,8 @@ class SwitchSchedulerServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[turnout.scheduler.v1.scheduler_pb2.HeartbeatResponse, collections.abc.Awaitable[turnout.scheduler.v1.scheduler_pb2.HeartbeatResponse]]:
         """Heartbeat says that the trainer lives. Every parked call counts as one. A lost lease only permits a newer epoch; it
-        never moves a GPU, and a late heartbeat revives it while no newer epoch was granted. It also renews the sample leases of
-        the epoch in the buffer.
+        never moves a GPU, and a late heartbeat revives it while no newer epoch was granted. It also has the sample leases of
+        the epoch renewed in the buffer, without waiting for that: what the buffer refuses, a later heartbeat is told.
         """
 
     @abc.abstractmethod

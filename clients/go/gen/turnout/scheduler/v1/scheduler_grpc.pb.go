@@ -68,8 +68,8 @@ type SwitchSchedulerClient interface {
 	// A buffer that keeps no checkpoints: UNIMPLEMENTED / CHECKPOINTS_UNAVAILABLE.
 	Save(ctx context.Context, in *SaveRequest, opts ...grpc.CallOption) (*SaveResponse, error)
 	// Heartbeat says that the trainer lives. Every parked call counts as one. A lost lease only permits a newer epoch; it
-	// never moves a GPU, and a late heartbeat revives it while no newer epoch was granted. It also renews the sample leases of
-	// the epoch in the buffer.
+	// never moves a GPU, and a late heartbeat revives it while no newer epoch was granted. It also has the sample leases of
+	// the epoch renewed in the buffer, without waiting for that: what the buffer refuses, a later heartbeat is told.
 	Heartbeat(ctx context.Context, in *HeartbeatRequest, opts ...grpc.CallOption) (*HeartbeatResponse, error)
 	// WatchRun replays the run's events from a sequence number on, then follows.
 	WatchRun(ctx context.Context, in *WatchRunRequest, opts ...grpc.CallOption) (SwitchScheduler_WatchRunClient, error)
@@ -360,8 +360,8 @@ type SwitchSchedulerServer interface {
 	// A buffer that keeps no checkpoints: UNIMPLEMENTED / CHECKPOINTS_UNAVAILABLE.
 	Save(context.Context, *SaveRequest) (*SaveResponse, error)
 	// Heartbeat says that the trainer lives. Every parked call counts as one. A lost lease only permits a newer epoch; it
-	// never moves a GPU, and a late heartbeat revives it while no newer epoch was granted. It also renews the sample leases of
-	// the epoch in the buffer.
+	// never moves a GPU, and a late heartbeat revives it while no newer epoch was granted. It also has the sample leases of
+	// the epoch renewed in the buffer, without waiting for that: what the buffer refuses, a later heartbeat is told.
 	Heartbeat(context.Context, *HeartbeatRequest) (*HeartbeatResponse, error)
 	// WatchRun replays the run's events from a sequence number on, then follows.
 	WatchRun(*WatchRunRequest, SwitchScheduler_WatchRunServer) error

@@ -7387,8 +7387,8 @@ export const SwitchSchedulerService = {
   },
   /**
    * Heartbeat says that the trainer lives. Every parked call counts as one. A lost lease only permits a newer epoch; it
-   * never moves a GPU, and a late heartbeat revives it while no newer epoch was granted. It also renews the sample leases of
-   * the epoch in the buffer.
+   * never moves a GPU, and a late heartbeat revives it while no newer epoch was granted. It also has the sample leases of
+   * the epoch renewed in the buffer, without waiting for that: what the buffer refuses, a later heartbeat is told.
    */
   heartbeat: {
     path: "/turnout.scheduler.v1.SwitchScheduler/Heartbeat" as const,
@@ -7480,8 +7480,8 @@ export interface SwitchSchedulerServer extends UntypedServiceImplementation {
   save: handleUnaryCall<SaveRequest, SaveResponse>;
   /**
    * Heartbeat says that the trainer lives. Every parked call counts as one. A lost lease only permits a newer epoch; it
-   * never moves a GPU, and a late heartbeat revives it while no newer epoch was granted. It also renews the sample leases of
-   * the epoch in the buffer.
+   * never moves a GPU, and a late heartbeat revives it while no newer epoch was granted. It also has the sample leases of
+   * the epoch renewed in the buffer, without waiting for that: what the buffer refuses, a later heartbeat is told.
    */
   heartbeat: handleUnaryCall<HeartbeatRequest, HeartbeatResponse>;
   /** WatchRun replays the run's events from a sequence number on, then follows. */
@@ -7746,8 +7746,8 @@ export interface SwitchSchedulerClient extends Client {
   ): ClientUnaryCall;
   /**
    * Heartbeat says that the trainer lives. Every parked call counts as one. A lost lease only permits a newer epoch; it
-   * never moves a GPU, and a late heartbeat revives it while no newer epoch was granted. It also renews the sample leases of
-   * the epoch in the buffer.
+   * never moves a GPU, and a late heartbeat revives it while no newer epoch was granted. It also has the sample leases of
+   * the epoch renewed in the buffer, without waiting for that: what the buffer refuses, a later heartbeat is told.
    */
   heartbeat(
     request: HeartbeatRequest,
