@@ -10,9 +10,12 @@ from typing import Any
 
 import pytest
 
+from services.runtime.permissions import Role
 from tests.clients_langs.python_job import ledger_of
 from tests.clients_langs.toolchains import Built, build, need, run
 from tests.clients_langs.world import Engines, OnStage, Service, Shared, engines, restarts, running, shared
+from tests.runtime.certificates import Authority
+from tests.security.houses import Tokens
 
 LANGUAGES = ("typescript", "go")
 PROGRAM_S = 240.0
@@ -47,16 +50,37 @@ async def play(
             await process.wait()
 
 
+def locks(directory: Path) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Flags of a buffer with mutual TLS and tokens, and the environment of those who may call it."""
+    authority, tokens = Authority(directory / "tls"), Tokens(directory / "tokens.yaml")
+    cert, key = authority.issue("server", "buffer.turnout.internal")
+    own_cert, own_key = authority.issue("client", "client")
+    held = directory / "operator.token"
+    held.write_text(tokens.all(Role.OPERATOR))
+    serving = {"--tls-cert": cert, "--tls-key": key, "--tls-client-ca": authority.ca, "--tokens-file": tokens.write()}
+    calling = {"CA": authority.ca, "CERT": own_cert, "KEY": own_key, "TOKEN_FILE": held}
+    environment = {f"TURNOUT_{name}": str(value) for name, value in calling.items()}
+    environment["TURNOUT_SERVER_NAME"] = "buffer.turnout.internal"
+    return tuple(str(part) for flag in serving.items() for part in flag), environment
+
+
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "locked", [pytest.param(False, id="open"), pytest.param(True, id="locked", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("language", LANGUAGES)
-def test_h58_a_clients_own_tests_pass_against_a_live_buffer(language: str) -> None:
-    """Numbers at their boundaries, enum values of a newer service, deadlines, error details, all kinds of streams."""
+def test_h58_a_clients_own_tests_pass_against_a_live_buffer(language: str, locked: bool, tmp_path: Path) -> None:
+    """Numbers at their boundaries, enum values of a newer service, deadlines, error details, all kinds of streams.
+
+    Behind mutual TLS and a token they must be the same.
+    """
     built = build(language)
+    serving, calling = locks(tmp_path) if locked else ((), {})
 
     async def check() -> None:
-        service = Service("buffer")
+        service = Service("buffer", *serving)
         async with running(service):
-            environment = {**built.environment, "TURNOUT_TEST_BUFFER": service.target}
+            environment = {**built.environment, "TURNOUT_TEST_BUFFER": service.target, **calling}
             await asyncio.to_thread(run, built.tests, built.cwd, environment)
 
     asyncio.run(check())

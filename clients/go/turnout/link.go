@@ -22,10 +22,19 @@ const (
 	maxMessageBytes = 64 << 20
 )
 
-// Dial opens a connection to one service. It does not wait for it: calls do.
+// Dial opens a connection to one service, with TLS and a token as the environment says (see Security). It does not wait
+// for it: calls do.
 func Dial(target string) (*grpc.ClientConn, error) {
-	return grpc.Dial(target,
-		grpc.WithInsecure(),
+	return DialWith(target, SecurityFromEnvironment())
+}
+
+// DialWith is Dial with TLS and a token as given.
+func DialWith(target string, security Security) (*grpc.ClientConn, error) {
+	secured, err := security.options(target)
+	if err != nil {
+		return nil, err
+	}
+	return grpc.Dial(target, append(secured,
 		grpc.WithNoProxy(),
 		// A half-open peer is noticed soon, and no proxy cuts a silent wait; grpc-go pings every 10 s at the most.
 		grpc.WithKeepaliveParams(keepalive.ClientParameters{Time: 10 * time.Second, Timeout: 5 * time.Second}),
@@ -34,7 +43,7 @@ func Dial(target string) (*grpc.ClientConn, error) {
 			MinConnectTimeout: 5 * time.Second,
 		}),
 		grpc.WithDefaultCallOptions(grpc.MaxCallRecvMsgSize(maxMessageBytes)),
-	)
+	)...)
 }
 
 // Call makes a unary call with a deadline, and repeats it while the service is UNAVAILABLE: with the same request, so

@@ -9,12 +9,12 @@ import { setTimeout as sleep } from "node:timers/promises";
 import {
   Client,
   type ClientReadableStream,
-  credentials,
   Metadata,
   type ServiceError,
   status,
 } from "@grpc/grpc-js";
 import { fromServiceError, TurnoutError } from "./errors.js";
+import { secured, type Security, securityFromEnvironment } from "./security.js";
 
 export interface CallOptions {
   /** Milliseconds for all attempts together. Default 60 s. */
@@ -37,8 +37,15 @@ const LONGEST_PAUSE_MS = 2_000;
 export class Link {
   readonly client: Client;
 
-  constructor(readonly target: string) {
-    this.client = new Client(target, credentials.createInsecure(), {
+  /** TLS and the token are those of the environment, unless given; throws if a token would travel in the open. */
+  constructor(
+    readonly target: string,
+    security: Security = securityFromEnvironment(),
+  ) {
+    const [channel, options, interceptors] = secured(target, security);
+    this.client = new Client(target, channel, {
+      ...options,
+      interceptors,
       // A half-open peer is noticed within seconds, and no proxy cuts a silent wait.
       "grpc.keepalive_time_ms": 4_000,
       "grpc.keepalive_timeout_ms": 4_000,
