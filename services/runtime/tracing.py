@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
+from services.runtime.errors import Code
 from turnout.tracing import enable
 
 MISSING: Final = "traces need OpenTelemetry: pip install 'turnout-services[otel]'"
@@ -76,7 +77,7 @@ class Traces:
                     raise
                 finally:
                     code = code or code_of(context)
-                    span.set_attribute("rpc.grpc.status", code)
+                    span.set_attribute("rpc.grpc.status_code", Code[code].value)
                     if code in _FAULTS:
                         span.set_status(trace.StatusCode.ERROR, code)
 

@@ -12,6 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from services.buffer.service import build as build_buffer
+from services.buffer.settings import BufferSettings
 from services.doctor import machine, targets
 from services.doctor.certificates import check_authorities, check_pair
 from services.doctor.finding import Finding, Verdict, ok, problem
@@ -229,6 +231,25 @@ async def test_a_grpc_server_of_another_kind() -> None:
     async with probe_host(settings=ServiceSettings(grace_s=1)) as host:
         finding = only(await look(Place("scheduler", host.target, expected=True)))
     assert finding.text == "a gRPC server of another kind answers"
+
+
+async def test_a_service_over_tls_is_reached_with_its_authority_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """UNAVAILABLE is all that a client says who forgot --ca."""
+    authority = Authority(tmp_path)
+    cert, key = authority.issue("server", "127.0.0.1")
+    settings = BufferSettings(listen=["127.0.0.1:0"], tls_cert=cert, tls_key=key, grace_s=1)
+    async with build_buffer(settings) as host:
+        place = Place("buffer", host.target, expected=True)
+        finding = only(await look(place))
+        assert (finding.check, finding.text) == (
+            "port",
+            "it speaks TLS, and was asked without, or with other authorities",
+        )
+        assert "--ca" in finding.advice
+        monkeypatch.setenv("TURNOUT_CA", str(authority.ca))
+        assert [one for one in wrong(await look(place)) if one.check != "versions"] == []
 
 
 async def test_a_host_that_does_not_resolve() -> None:

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import gzip
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
+import grpc.aio
 import pytest
 from opentelemetry import trace
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from services.processes.fleet import Fleet
+from services.processes.service import service_spec
 from services.runtime.config import ServiceSettings
 from services.runtime.host import StartError
 from services.runtime.process import EXIT_FAILED
@@ -20,7 +30,7 @@ from services.runtime.tracing import MISSING
 from tests.observability.loop import RUN, job, services, step_of
 from tests.runtime.helpers import probe_host
 from turnout import tracing
-from turnout.buffer.v1 import buffer_pb2
+from turnout.buffer.v1 import buffer_pb2, buffer_pb2_grpc
 
 # OpenTelemetry takes one provider for each process, and the first one for good.
 _EXPORTER = InMemorySpanExporter()
@@ -116,6 +126,53 @@ def test_opentelemetry_is_imported_only_if_asked_for() -> None:
         "sys.exit(any(name.startswith('opentelemetry') for name in sys.modules))"
     )
     assert subprocess.run([sys.executable, "-P", "-c", code], timeout=60).returncode == 0
+
+
+class _Collector(BaseHTTPRequestHandler):
+    """Takes spans as an OpenTelemetry collector does."""
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        content = gzip.decompress(body) if self.headers.get("Content-Encoding") == "gzip" else body
+        received = ExportTraceServiceRequest.FromString(content)
+        assert isinstance(self.server, _Collecting)
+        self.server.received += received.resource_spans
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, format: str, *arguments: object) -> None:
+        """Log nothing."""
+
+
+class _Collecting(ThreadingHTTPServer):
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Collector)
+        self.received: list[ResourceSpans] = []
+
+
+async def test_a_service_sends_its_spans_to_the_collector() -> None:
+    """What is made and never sent, or lost when the service stops, is seen by nobody."""
+    trace_id, span_id = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+    with _Collecting() as collector:
+        threading.Thread(target=collector.serve_forever, daemon=True).start()
+        environment = {"OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{collector.server_port}"}
+        made = service_spec("buffer", "--listen", "127.0.0.1:0", "--traces", "--log-level", "error")
+        async with Fleet() as fleet:
+            child = await fleet.start(replace(made, environment=environment))
+            async with grpc.aio.insecure_channel(child.target) as channel:
+                stub: Any = buffer_pb2_grpc.ReplayBufferStub(channel)
+                # As a trainer in any language would send it.
+                header = (("traceparent", f"00-{trace_id}-{span_id}-01"),)
+                with pytest.raises(grpc.aio.AioRpcError):
+                    await stub.GetRun(buffer_pb2.GetRunRequest(run_id="none"), metadata=header)
+        collector.shutdown()
+    (resource,) = collector.received
+    (span,) = resource.scope_spans[0].spans
+    assert {one.key: one.value.string_value for one in resource.resource.attributes}["service.name"] == "turnout-buffer"
+    assert (span.trace_id.hex(), span.parent_span_id.hex()) == (trace_id, span_id)
+    assert span.name == "turnout.buffer.v1.ReplayBuffer/GetRun"
+    status = {one.key: one.value.int_value for one in span.attributes}["rpc.grpc.status_code"]
+    assert status == grpc.StatusCode.NOT_FOUND.value[0]
 
 
 async def test_traces_without_opentelemetry_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
