@@ -12,8 +12,8 @@ import pytest
 from click.testing import CliRunner
 
 from services.cli.doctor import doctor
-from tests.client.real import house
 from tests.doctor.test_checks import _free_port
+from tests.observability.loop import RUN, job, services
 
 
 def _run(*arguments: str) -> tuple[int, dict[str, Any]]:
@@ -29,10 +29,9 @@ def _ports() -> list[str]:
 
 async def test_all_is_well_around_services_that_run(tmp_path: Path) -> None:
     """Exit code 0 and a finding for every part: scripts rest on both."""
-    async with house() as services:
-        await services.register("run")
-        targets = ("--buffer", services.buffer.target, "--engine", services.engine.target)
-        others = ("--scheduler", services.scheduler.target, "--target", services.agent.target)
+    async with services(tmp_path) as house, job(house.targets, 1):
+        targets = ("--buffer", house.buffer.target, "--engine", house.engine.target)
+        others = ("--scheduler", house.scheduler.target, "--target", house.agent.target)
         command = (sys.executable, "-P", "-m", "services.cli.main", "doctor", *targets, *others, "--json")
         process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
         output, _ = await process.communicate()
@@ -40,6 +39,9 @@ async def test_all_is_well_around_services_that_run(tmp_path: Path) -> None:
     wrong = [one for one in told["findings"] if one["verdict"] == "problem" and one["check"] != "files"]
     assert wrong == []
     assert {"versions", "shadowing", "files", "health", "clock"} <= {one["check"] for one in told["findings"]}
+    engines = {one["subject"]: one["text"] for one in told["findings"] if one["check"] == "engines"}
+    assert set(engines) == {f"{RUN} hybrid-0", f"{RUN} standalone-0"}
+    assert "sleep" in engines[f"{RUN} hybrid-0"]
     assert told["ok"] is (process.returncode == 0)
 
 

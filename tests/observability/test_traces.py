@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import subprocess
 import sys
@@ -27,10 +28,12 @@ from services.runtime.config import ServiceSettings
 from services.runtime.host import StartError
 from services.runtime.process import EXIT_FAILED
 from services.runtime.tracing import MISSING
-from tests.observability.loop import RUN, job, services, step_of
+from tests.observability.loop import RUN, Targets, job, services, step_of
 from tests.runtime.helpers import probe_host
 from turnout import tracing
 from turnout.buffer.v1 import buffer_pb2, buffer_pb2_grpc
+from turnout.scheduler.v1 import scheduler_pb2
+from turnout.trainer import TrainerHooks, TrainerSetup
 
 # OpenTelemetry takes one provider for each process, and the first one for good.
 _EXPORTER = InMemorySpanExporter()
@@ -108,6 +111,36 @@ async def test_a_call_outside_of_a_trace_makes_no_span(tmp_path: Path, spans: In
             await hooks.buffer.calls.ListRuns(buffer_pb2.ListRunsRequest())
     finished = spans.get_finished_spans()
     assert [span.name for span in finished] == ["turnout.buffer.v1.ReplayBuffer/ListRuns", "mine"]
+
+
+async def test_a_trainer_without_an_event_loop_is_traced_too(tmp_path: Path, spans: InMemorySpanExporter) -> None:
+    """Most trainers block: their step is one trace too, with what they do themselves meanwhile."""
+
+    def train(targets: Targets) -> None:
+        setup = TrainerSetup(
+            "blocking",
+            scheduler_pb2.RunConfig(
+                train_batch_size=1, parameter_sync_step=1, mini_batch_size=1, total_training_steps=1, standalone_gpus=1
+            ),
+            scheduler=targets.scheduler,
+            buffer=targets.buffer,
+            engine=targets.engine,
+            buffer_config=buffer_pb2.RunConfig(train_batch_size=1),
+        )
+        with TrainerHooks.open(setup) as hooks:
+            hooks.on_step_begin(1)
+            with trace.get_tracer("user").start_as_current_span("forward"):
+                hooks.add_groups(1, [buffer_pb2.GroupSpec(group_id="g", group_size=1)])
+
+    async with services(tmp_path, traces=True) as house:
+        await asyncio.to_thread(train, house.targets)
+    finished = {span.name.rpartition("/")[2]: span for span in spans.get_finished_spans()}
+    assert {"step", "forward", "BeginStep", "AddGroups"} <= set(finished)
+    parents = {name: span.parent.span_id for name, span in finished.items() if span.parent}
+    ids = {name: span.context.span_id for name, span in finished.items() if span.context}
+    assert parents["BeginStep"] == parents["forward"] == ids["step"]
+    assert parents["AddGroups"] == ids["forward"]
+    assert len({span.context.trace_id for span in finished.values() if span.context}) == 1
 
 
 async def test_without_traces_nothing_is_sent_along(tmp_path: Path, spans: InMemorySpanExporter) -> None:
