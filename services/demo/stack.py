@@ -73,8 +73,9 @@ async def start_workers(fleet: Fleet, assignment: Assignment) -> None:
     await fleet.start_all(*specs)
 
 
-def _agent_spec(job: Job, node: Node, scale: tuple[str, ...]) -> ChildSpec:
-    hybrid = node.role == "hybrid"
+def engine_flags(job: Job, role: str) -> list[str]:
+    """Return the arguments that make the engines of an agent those of the job."""
+    hybrid = role == "hybrid"
     # A lend wakes weights, loads them and wakes KV; two wakes, and the rest of its time is the load.
     wake_s = job.lend_s / 6
     load_s = job.lend_s - 2 * wake_s if hybrid else job.sync_s
@@ -90,7 +91,11 @@ def _agent_spec(job: Job, node: Node, scale: tuple[str, ...]) -> ChildSpec:
         "--length-between-prompts": job.between_prompts,
         "--weights-bytes": WEIGHT_BYTES,
     }
-    flags = [text for name, value in arguments.items() for text in (name, repr(value))]
+    return [text for name, value in arguments.items() for text in (name, repr(value))]
+
+
+def _agent_spec(job: Job, node: Node, scale: tuple[str, ...]) -> ChildSpec:
+    flags = engine_flags(job, node.role)
     for replica_id in node.replica_ids:
         flags += ["--replica", f"{replica_id}:{node.role}"]
     return service_spec(

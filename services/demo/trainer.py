@@ -53,17 +53,7 @@ class Trainer:
     async def run(self) -> None:
         """Train the whole job."""
         began = time.monotonic()
-        setup = TrainerSetup(
-            run_id=self._job.run_id,
-            config=run_config(self._job),
-            scheduler=self._assignment.scheduler,
-            buffer=self._assignment.buffer,
-            engine=self._assignment.engine,
-            buffer_config=buffer_config(self._job),
-            update_weights=self._move_weights,
-            refill_fn=self._refill,
-        )
-        self._hooks = await AsyncTrainerHooks.open(setup)
+        self._hooks = await AsyncTrainerHooks.open(self._setup())
         try:
             self._begin()
             await self._hooks.on_init_end()
@@ -74,6 +64,18 @@ class Trainer:
             self._reporter.tell("job_ended", real_seconds=round(time.monotonic() - began, 3))
         finally:
             await self._hooks.close(reason="the job is done")
+
+    def _setup(self) -> TrainerSetup:
+        return TrainerSetup(
+            run_id=self._job.run_id,
+            config=run_config(self._job),
+            scheduler=self._assignment.scheduler,
+            buffer=self._assignment.buffer,
+            engine=self._assignment.engine,
+            buffer_config=buffer_config(self._job),
+            update_weights=self._move_weights,
+            refill_fn=self._refill,
+        )
 
     def _begin(self) -> None:
         job = self._job
@@ -118,7 +120,7 @@ class Trainer:
                     data = next(payloads)
                     if len(data) != 4 * length:
                         raise DataDamaged(f"{group.group_id}/{trajectory.index}: {len(data)} bytes for {length} tokens")
-                    digest = google_crc32c.extend(digest, data)
+                    digest = google_crc32c.extend(digest, bytes(data))
                     tokens.append(length)
                     versions = [s.weight_version for s in output.segments if s.HasField("weight_version")]
                     staleness.append(step - 1 - max(versions, default=step - 1))
