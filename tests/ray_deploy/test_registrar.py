@@ -5,10 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
 
 from services.engine.service import build
 from services.engine.settings import EngineSettings
 from services.runtime.host import ServiceHost
+from services.runtime.permissions import Role
+from tests.security.houses import Tokens
 from turnout.client import AsyncEngineClient
 from turnout.engine.v1 import engine_pb2
 from turnout.ray._member import Member, members
@@ -71,3 +76,23 @@ async def test_an_agent_that_came_back_elsewhere_takes_the_place_of_the_one_befo
             await endpoints(controller.target, first.target)
         async with agent_host() as second, registering(lambda: second.target, lambda: controller.target):
             await endpoints(controller.target, second.target)
+
+
+async def test_the_actors_environment_tells_the_token_for_the_controller(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A description's `env` is what reaches the actor; without a token of its own it could register nothing."""
+    tokens = Tokens(tmp_path / "tokens.yaml", run=RUN)
+    mine = tmp_path / "token"
+    monkeypatch.setenv("TURNOUT_TOKEN_FILE", str(mine))
+    settings = EngineSettings(listen=LISTEN, run=RUN, tokens_file=tokens.write())
+    async with (
+        build(settings) as controller,
+        agent_host() as host,
+        registering(lambda: host.target, lambda: controller.target) as registrar,
+    ):
+        while "token" not in registrar.problem:  # noqa: ASYNC110 - it runs in a thread
+            await asyncio.sleep(0.05)
+        mine.write_text(tokens.of(Role.TRAINER))
+        while registrar.unregistered:  # noqa: ASYNC110 - it runs in a thread
+            await asyncio.sleep(0.05)

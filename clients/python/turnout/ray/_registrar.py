@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable
 from typing import Final
 
+from turnout.channels import SecurityError
 from turnout.client import ClientOptions, EngineClient, NotFound, RetryPolicy, Timeouts, TurnoutError
 from turnout.engine.v1 import engine_pb2
 from turnout.ray._member import Member, ReplicaName
@@ -19,8 +20,8 @@ from turnout.ray._member import Member, ReplicaName
 LOOK_EVERY_S: Final = 1.0
 """Between two looks at what the controller knows: one small read."""
 
-_OPTIONS: Final = ClientOptions(timeouts=Timeouts(call=10.0, attempt=10.0), retry=RetryPolicy(max_attempts=1))
-"""One try a look."""
+CALL_S: Final = 10.0
+"""Wall seconds for a call; an engine has to be probed before it is registered."""
 
 _ROLES: Final = {
     "standalone": engine_pb2.REPLICA_ROLE_STANDALONE,
@@ -39,6 +40,9 @@ class Registrar:
         self._target = target
         self._find_controller = find_controller
         self._stopping = threading.Event()
+        # One try a look. TLS and token come from the environment, which the actor has set before.
+        timeouts = Timeouts(call=CALL_S, attempt=CALL_S)
+        self._options = ClientOptions(timeouts=timeouts, retry=RetryPolicy(max_attempts=1))
         self.unregistered = tuple(replica.replica_id for replica in member.replicas)
         """Replicas that the controller does not have as they are."""
         self.problem = ""
@@ -60,10 +64,10 @@ class Registrar:
                 self.problem = "the controller is not there"
                 continue
             try:
-                with EngineClient(controller, _OPTIONS) as client:
+                with EngineClient(controller, self._options) as client:
                     self._look(client, endpoint)
                 self.problem = ""
-            except TurnoutError as error:
+            except (SecurityError, TurnoutError) as error:
                 self.problem = str(error)
                 # It may have come back elsewhere.
                 controller = ""
