@@ -33,9 +33,11 @@ PROMETHEUS := .prometheus
 SECONDS ?= 600
 # How many calls `make fuzz` makes to each service.
 CALLS ?= 10000
+# How many processes `make chaos` kills.
+KILLS ?= 50
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-vllm test test-all test-vllm test-stores test-ray test-verl test-clients test-deploy lint types format coverage protos protos-lint bench soak fuzz docs clean
+.PHONY: help demo demo-vllm test test-all test-vllm test-stores test-ray test-verl test-clients test-deploy lint types format coverage protos protos-lint bench soak chaos fuzz docs clean
 
 help: ## list these targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -69,6 +71,9 @@ test-ray: $(RAY)/.dev ## deployments on a Ray cluster of several nodes on this m
 
 test-verl: $(VERL)/.dev ## the adapter against verl 0.9.1, TransferQueue and Ray, without a GPU (makes an environment of 2 GB at first)
 	$(VERL)/bin/python -m pytest tests/verl/adapter
+
+chaos: $(RAY)/.dev ## kill one process of a job on a Ray cluster, fifty times, and measure the pauses (KILLS=8 SEED=1 ...)
+	$(RAY)/bin/python -m tests.ray_deploy.chaos --kills $(KILLS) $(if $(SEED),--seed $(SEED))
 
 test-clients: $(VENV)/.dev ## the clients in Go, TypeScript and C++, beside Python's (installs what is missing from Debian and npm)
 	@command -v go >/dev/null && command -v protoc-gen-go-grpc >/dev/null && [ -d /usr/share/gocode/src/google.golang.org/grpc ] \

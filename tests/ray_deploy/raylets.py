@@ -35,6 +35,10 @@ class Raylets:
             object_store_memory=OBJECT_STORE_BYTES,
         )
 
+    def node_id(self, name: str) -> str:
+        """Ray's id of a node."""
+        return str(self._nodes[name].node_id)
+
     def kill(self, name: str) -> None:
         """End a node without a word, with everything on it."""
         self._cluster.remove_node(self._nodes.pop(name), allow_graceful=False)
@@ -53,8 +57,12 @@ def raylets(**nodes: str) -> Iterator[Raylets]:
     directory = tempfile.mkdtemp(prefix="ray-")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_TMPDIR", directory)
+        # As docs/ray.md advises: services that wait for everything else to have had its turn are slow to come back.
+        patch.setenv("RAY_worker_niceness", "0")
         cluster = Cluster(
             initialize_head=True,
+            # Nodes are added from threads, too, where signal handlers cannot be set.
+            shutdown_at_exit=False,
             head_node_args={
                 "num_cpus": 0,
                 "num_gpus": 0,

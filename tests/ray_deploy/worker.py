@@ -1,0 +1,47 @@
+"""The demo's worker, whose payloads may go into an external store.
+
+python -P -m tests.ray_deploy.worker ASSIGNMENT STORE
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+
+from services.demo.assignment import PARTITION, READY_LINE, Assignment
+from services.demo.process import run_process
+from services.demo.worker import CONCURRENCY, sample_seed
+from turnout.client import INLINE_BYTES
+from turnout.worker import RolloutWorker, WorkerSetup
+
+
+async def _work(assignment: Assignment, store: str) -> None:
+    job = assignment.job
+    setup = WorkerSetup(
+        run_id=job.run_id,
+        buffer=assignment.buffer,
+        engine=assignment.engine,
+        partition=PARTITION,
+        worker_id=assignment.worker_id,
+        concurrency=CONCURRENCY,
+        max_tokens=job.max_tokens,
+        store=store or None,
+        # The demo's payloads are small: in a store, all of them are.
+        inline_bytes=0 if store else INLINE_BYTES,
+    )
+    worker = RolloutWorker(setup, request_fn=sample_seed)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, worker.stop)
+    print(READY_LINE, flush=True)
+    await worker.run()
+
+
+def main() -> None:
+    """Be a worker's process."""
+    assignment = Assignment.from_json(sys.argv[1])
+    run_process(assignment.worker_id, _work(assignment, sys.argv[2]))
+
+
+if __name__ == "__main__":
+    main()
