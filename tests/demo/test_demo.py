@@ -142,7 +142,7 @@ def test_a_process_that_dies_ends_the_demo_with_its_name(tmp_path: Path) -> None
     """A demo that hangs because one of nine processes has died would be the worst first impression."""
     with running("demo", *TINY, "--time-scale", "0.1", "--no-picture") as process:
         children = working(process, tmp_path)
-        victim = next(pid for pid in children if b"--agent" in command_line(pid))
+        victim = next(pid for pid in children if b"standalone-0:standalone" in command_line(pid))
         os.kill(victim, signal.SIGKILL)
         _, err = process.communicate(timeout=50)
         assert process.returncode == 1
