@@ -15,7 +15,7 @@ from services.engine.storage import keeper
 from services.engine.storage.keeper import SCHEMA, Keeper
 from services.runtime.errors import TurnoutError, internal
 from services.runtime.host import StartError
-from services.runtime.journal import open_journal
+from services.runtime.journal import mending, open_journal
 from tests.engine.helpers import (
     RUN,
     Engine,
@@ -278,7 +278,7 @@ async def test_while_nothing_can_be_stored_no_engine_is_touched(
     """The disk fails and comes back: what was refused did not happen, what happened is stored after all."""
     faults = Faults()
     monkeypatch.setattr(keeper, "open_journal", bind(open_journal, seams=faults.seams()))
-    monkeypatch.setattr(keeper, "RETRY_S", 0.02)
+    monkeypatch.setattr(mending, "RETRY_S", 0.02)
     engines = Engines()
     async with engines.controlled(tmp_path) as engine:
         await with_replicas(engine)

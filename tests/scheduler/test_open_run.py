@@ -6,6 +6,7 @@ from typing import Any
 import grpc.aio
 import pytest
 
+from services.runtime.clock import ManualClock
 from services.runtime.errors import Code, failed_precondition, unavailable
 from services.runtime.statuses import from_rpc_error
 from services.scheduler.observer import Observer
@@ -78,27 +79,29 @@ async def test_a_second_trainer_waits_for_the_lease_or_takes_over() -> None:
 
 async def test_a_lost_lease_permits_a_newer_epoch_and_moves_no_gpu() -> None:
     """A trainer in a debugger must find its GPUs where it left them."""
-    async with world() as w:
-        trainer = await w.trainer(run_config(trainer_lease=wall(0.05)))
+    clock = ManualClock()
+    async with world(clock=clock) as w:
+        trainer = await w.trainer(run_config(trainer_lease=wall(30)))
         w.moves()
-        await asyncio.sleep(0.1)
+        await clock.advance(31)
         assert (await trainer.run()).lease.ToNanoseconds() == 0
         assert (await trainer.run()).mode == events_pb2.MODE_ROLLOUT
         assert w.moves() == []
         assert (await trainer.heartbeat()).lease.ToNanoseconds() > 0, "late, and nobody came in between"
-        await asyncio.sleep(0.1)
+        await clock.advance(31)
         assert (await w.open(resume=KEEP)).epoch == 2
         assert (await error_of(trainer.heartbeat())).reason == "STALE_EPOCH"
 
 
 async def test_a_parked_call_keeps_the_lease() -> None:
     """A trainer that waits for the threshold lives, whatever its heartbeats do."""
-    async with world() as w:
-        trainer = await w.trainer(run_config(trainer_lease=wall(0.05)))
+    clock = ManualClock()
+    async with world(clock=clock) as w:
+        trainer = await w.trainer(run_config(trainer_lease=wall(30)))
         await trainer.begin(1)
         stream = trainer.prepare_stream(1)
         await stream.read()
-        await asyncio.sleep(0.1)
+        await clock.advance(31)
         assert (await error_of(w.open(resume=KEEP))).reason == "TRAINER_ALIVE"
         stream.cancel()
 

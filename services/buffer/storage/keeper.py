@@ -20,19 +20,17 @@ from services.buffer.storage.imaging import RunImaging, answers_part
 from services.buffer.storage.loading import load
 from services.buffer.storage.pauses import Pauses
 from services.runtime.collector import no_collections
-from services.runtime.errors import Code, TurnoutError, describe, unavailable
+from services.runtime.errors import TurnoutError, describe, unavailable
 from services.runtime.idempotency import Answer
 from services.runtime.journal import Durability, Journal, JournalOptions, JournalState, open_journal
 from services.runtime.journal.failures import damaged
 from services.runtime.journal.files import JournalFiles
+from services.runtime.journal.mending import RETRY_S, Mending
 from services.runtime.logs import get_logger
 from services.runtime.tasks import Tick
 from turnout.buffer.storage.v1 import storage_pb2 as st
 
 SCHEMA = "buffer/2"
-EXIT_FAILED = 1
-# Wall seconds between two attempts to load again, for example while the disk is full.
-RETRY_S = 1.0
 
 
 class Keeper:
@@ -52,7 +50,7 @@ class Keeper:
         self._journal_options = journal
         self._segment_options = segments
         self._set_serving = set_serving
-        self._exit = exit_process
+        self._mending = Mending("buffer", self._suspend, self._load, lambda: set_serving(True), exit_process)
         self._log = get_logger("buffer")
         self._journal: Journal | None = None
         self._store: SegmentStore | None = None
@@ -78,7 +76,7 @@ class Keeper:
         if self._store is not None:
             await self._store.close()
         self._store = await SegmentStore.open(
-            self._dir / "payloads", self._segment_options, settled=self._desk.durable, on_fatal=self._fatal
+            self._dir / "payloads", self._segment_options, settled=self._desk.durable, on_fatal=self._mending.end
         )
         self._desk.store = self._store
         with no_collections():
@@ -105,40 +103,14 @@ class Keeper:
                 if found is None:
                     self._desk.unhold(run_id, checkpoint_id)
 
-    def _fatal(self, error: TurnoutError) -> None:
-        self._log.critical("the disk cannot be trusted; this process ends", error=str(error))
-        self._exit(EXIT_FAILED)
-
     async def watch(self, tick: Tick) -> None:
         """Load again after a failed commit; never returns."""
-        journal = self._journal
-        assert journal is not None
-        while True:
-            tick()
-            failure = await journal.failed()
-            self._set_serving(False)
-            self._desk.suspend(unavailable("RELOADING", "what is stored is read again; the call may be repeated"))
-            if failure.fatal:
-                self._fatal(failure.error)
-            self._log.error("a commit failed; loading again", error=str(failure.error))
-            while not await self._load_again(journal):  # noqa: ASYNC110 - the disk tells nobody when it has room
-                await asyncio.sleep(RETRY_S)
-            self._set_serving(True)
+        assert self._journal is not None
+        await self._mending.watch(self._journal, tick)
 
-    async def _load_again(self, journal: Journal) -> bool:
-        try:
-            if journal.state is JournalState.FAILED:
-                await journal.reopen()
-            await self._load(journal)
-        except (TurnoutError, OSError) as error:
-            if journal.state is JournalState.FATAL or (
-                isinstance(error, TurnoutError) and error.code is Code.DATA_LOSS
-            ):
-                self._log.critical("what is stored cannot be read; this process ends", error=str(error))
-                self._exit(EXIT_FAILED)
-            self._log.error("could not load again yet", error=str(error))
-            return False
-        return True
+    async def _suspend(self) -> None:
+        self._set_serving(False)
+        self._desk.suspend(unavailable("RELOADING", "what is stored is read again; the call may be repeated"))
 
     async def reserve(self, tick: Tick) -> None:
         """Take the journal's reserve back once the disk has room again, and so accept what needs space; never returns.

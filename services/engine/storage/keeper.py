@@ -16,17 +16,14 @@ from typing import Final
 
 from services.engine.book import Book
 from services.engine.storage.past import Past, read_past
-from services.runtime.errors import Code, TurnoutError
-from services.runtime.journal import Durability, Journal, JournalOptions, JournalState, open_journal
+from services.runtime.errors import TurnoutError
+from services.runtime.journal import Durability, Journal, JournalOptions, open_journal
+from services.runtime.journal.mending import RETRY_S, Mending
 from services.runtime.logs import get_logger
 from services.runtime.tasks import Tick
 from turnout.engine.storage.v1 import storage_pb2 as st
 
 SCHEMA: Final = "engine/1"
-EXIT_FAILED: Final = 1
-
-RETRY_S: Final = 1.0
-"""Wall seconds between two attempts to write again, for example while the disk is full."""
 
 CHUNK_BYTES: Final = 1 << 20
 """About the size of one part of a snapshot; between two of them the event loop goes on."""
@@ -50,7 +47,7 @@ class Keeper:
         self._dir = data_dir
         self._options = options
         self._suspend = suspend
-        self._exit = exit_process
+        self._mending = Mending("engine", self._stop_serving, self._write_again, lambda: suspend(False), exit_process)
         self._journal: Journal | None = None
 
     async def open(self) -> Past:
@@ -76,36 +73,15 @@ class Keeper:
 
     async def watch(self, tick: Tick) -> None:
         """Write everything again after a failed commit; never returns."""
-        journal = self._journal
-        assert journal is not None
-        while True:
-            tick()
-            failure = await journal.failed()
-            self._suspend(True)
-            if failure.fatal:
-                self._fatal("the disk cannot be trusted; this process ends", failure.error)
-            _LOG.error("a commit failed; writing everything again", error=str(failure.error))
-            while not await self._write_again(journal):  # noqa: ASYNC110 - the disk tells nobody when it has room
-                await asyncio.sleep(RETRY_S)
-            self._suspend(False)
+        assert self._journal is not None
+        await self._mending.watch(self._journal, tick)
 
-    async def _write_again(self, journal: Journal) -> bool:
-        try:
-            if journal.state is JournalState.FAILED:
-                await journal.reopen()
-            self._book.write_again()
-            await journal.tail()
-        except (TurnoutError, OSError) as error:
-            lost = isinstance(error, TurnoutError) and error.code is Code.DATA_LOSS
-            if journal.state is JournalState.FATAL or lost:
-                self._fatal("what is stored cannot be read; this process ends", error)
-            _LOG.error("could not write again yet", error=str(error))
-            return False
-        return True
+    async def _stop_serving(self) -> None:
+        self._suspend(True)
 
-    def _fatal(self, what: str, error: Exception) -> None:
-        _LOG.critical(what, error=str(error))
-        self._exit(EXIT_FAILED)
+    async def _write_again(self, journal: Journal) -> None:
+        self._book.write_again()
+        await journal.tail()
 
     async def compact(self, tick: Tick) -> None:
         """Take a snapshot whenever the log has grown long; never returns."""

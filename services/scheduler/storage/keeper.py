@@ -15,8 +15,9 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 from services.runtime.clock import ContinuedClock
-from services.runtime.errors import Code, TurnoutError, unavailable
-from services.runtime.journal import Durability, Journal, JournalOptions, JournalState, open_journal
+from services.runtime.errors import TurnoutError, unavailable
+from services.runtime.journal import Durability, Journal, JournalOptions, open_journal
+from services.runtime.journal.mending import RETRY_S, Mending
 from services.runtime.logs import get_logger
 from services.runtime.tasks import Tick
 from services.scheduler.domain.config import PolicyFactory
@@ -28,9 +29,6 @@ from services.scheduler.storage.restoring import restored
 from turnout.scheduler.storage.v1 import storage_pb2 as st
 
 SCHEMA = "scheduler/1"
-EXIT_FAILED = 1
-RETRY_S = 1.0
-"""Wall seconds between two attempts to load again, for example while the disk is full."""
 
 
 class Keeper:
@@ -52,7 +50,7 @@ class Keeper:
         self._dir = data_dir
         self._options = options
         self._set_serving = set_serving
-        self._exit = exit_process
+        self._mending = Mending("scheduler", self._suspend, self._load, self._go_on, exit_process)
         self._log = get_logger("scheduler")
         self._journal: Journal | None = None
         self._loaded = False
@@ -158,39 +156,17 @@ class Keeper:
 
     async def watch(self, tick: Tick) -> None:
         """Load again after a failed commit; never returns."""
-        journal = self._journal
-        assert journal is not None
-        while True:
-            tick()
-            failure = await journal.failed()
-            self._set_serving(False)
-            self._books.clear()
-            await self._registry.suspend(
-                unavailable("RELOADING", "what is stored is read again; the call may be repeated")
-            )
-            if failure.fatal:
-                self._log.critical("the disk cannot be trusted; this process ends", error=str(failure.error))
-                self._exit(EXIT_FAILED)
-            self._log.error("a commit failed; loading again", error=str(failure.error))
-            while not await self._load_again(journal):  # noqa: ASYNC110 - the disk tells nobody when it has room
-                await asyncio.sleep(RETRY_S)
-            self._registry.go_on()
-            self._set_serving(True)
+        assert self._journal is not None
+        await self._mending.watch(self._journal, tick)
 
-    async def _load_again(self, journal: Journal) -> bool:
-        try:
-            if journal.state is JournalState.FAILED:
-                await journal.reopen()
-            await self._load(journal)
-        except (TurnoutError, OSError) as error:
-            if journal.state is JournalState.FATAL or (
-                isinstance(error, TurnoutError) and error.code is Code.DATA_LOSS
-            ):
-                self._log.critical("what is stored cannot be read; this process ends", error=str(error))
-                self._exit(EXIT_FAILED)
-            self._log.error("could not load again yet", error=str(error))
-            return False
-        return True
+    async def _suspend(self) -> None:
+        self._set_serving(False)
+        self._books.clear()
+        await self._registry.suspend(unavailable("RELOADING", "what is stored is read again; the call may be repeated"))
+
+    def _go_on(self) -> None:
+        self._registry.go_on()
+        self._set_serving(True)
 
     # ------------------------------------------------------------------------------------------------- snapshots
 
