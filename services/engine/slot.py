@@ -86,6 +86,8 @@ class Slot:
         self.forwards: set[Forward] = set()
         self.probe_wanted = asyncio.Event()
         self.shards: Shards = ()
+        self.revision = 0
+        """Rises with every change of its state."""
         self.tally = Tally()
         self._probe_timeout = probe_timeout
         self._changed = changed
@@ -105,6 +107,7 @@ class Slot:
 
     def changed(self) -> None:
         """Tell that the state may have changed."""
+        self.revision += 1
         self._changed(self)
 
     # -------------------------------------------------------------------------------------------------------- commands

@@ -77,17 +77,28 @@ class FleetCalls(Calls):
         self._select(request.selector)
         wanted = set(request.selector.replica_ids)
         roles = pb.ReplicaSelector(roles=request.selector.roles)
+        seen: dict[str, tuple[Slot, int]] = {}
         told: dict[str, bytes] = {}
         first = True
         while True:
             version = controller.fleet.replicas.version
             slots = [slot for slot in self._select(roles) if not wanted or slot.replica_id in wanted]
-            now = {slot.replica_id: self._without_counts(slot) for slot in slots}
-            changed = [self._write(slot) for slot in slots if told.get(slot.replica_id) != now[slot.replica_id]]
-            removed = sorted(told.keys() - now.keys())
+            removed = sorted(told.keys() - {slot.replica_id for slot in slots})
+            for replica_id in removed:
+                del seen[replica_id], told[replica_id]
+            changed: list[pb.Replica] = []
+            for slot in slots:
+                # Each step of each replica of a fan-out wakes every watcher, and most replicas are as they were.
+                if seen.get(slot.replica_id) == (slot, slot.revision):
+                    continue
+                seen[slot.replica_id] = (slot, slot.revision)
+                now = self._without_counts(slot)
+                if told.get(slot.replica_id) != now:
+                    told[slot.replica_id] = now
+                    changed.append(self._write(slot))
             if first or changed or removed:
                 yield pb.WatchReplicasResponse(changed=changed, removed=removed, incarnation=controller.incarnation)
-            told, first = now, False
+            first = False
             await controller.draining.race(controller.fleet.replicas.beyond(version))
 
     @staticmethod
