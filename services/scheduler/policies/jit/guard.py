@@ -54,7 +54,7 @@ class Guard:
     """Feed it both predictions of a step, which came true, and when the step ended."""
 
     def __init__(self) -> None:
-        self._alone, self._lent = _Error(), _Error()
+        self._alone, self._lent, self._gain = _Error(), _Error(), _Error()
         self._predicted: tuple[float, float] | None = None
         self._was_lent = False
         self._trained_s = 0.0
@@ -64,7 +64,7 @@ class Guard:
     @property
     def correction_s(self) -> float:
         """What is to be added to the predicted gain of a lend, in seconds."""
-        return self._alone.mean_s - self._lent.mean_s
+        return self._gain.mean_s + self._alone.mean_s - self._lent.mean_s
 
     @property
     def margin_s(self) -> float:
@@ -89,14 +89,16 @@ class Guard:
         """So much of it was training."""
         self._trained_s += seconds
 
-    def step_ended(self, at: float) -> None:
-        """It ended."""
+    def step_ended(self, at: float, alone_s: float, lent_s: float) -> None:
+        """It ended; `alone_s` and `lent_s` are what would have been predicted of it had its lengths been known."""
         if self._predicted is None:
             return
-        alone_s, lent_s = self._predicted
+        alone_s, lent_s = alone_s - self._train_s, lent_s - self._train_s
+        expected = self._predicted[0] - self._predicted[1]
         self._predicted = None
-        missed = at - self._since - self._trained_s - (lent_s if self._was_lent else alone_s)
         limit = _OUTLIER * self._train_s
+        self._gain.add(min(max(alone_s - lent_s - expected, -limit), limit))
+        missed = at - self._since - self._trained_s - (lent_s if self._was_lent else alone_s)
         true, other = (self._lent, self._alone) if self._was_lent else (self._alone, self._lent)
         true.add(min(max(missed, -limit), limit))
         other.fade()

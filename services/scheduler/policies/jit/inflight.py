@@ -36,6 +36,14 @@ class InFlight:
     running: np.ndarray[tuple[int], np.dtype[np.bool_]]
     fresh: tuple[str, ...]
 
+    def members(self, name: str) -> slice | None:
+        """Where a group's unsettled members are; None if it was not running."""
+        if name not in self.names:
+            return None
+        index = self.names.index(name)
+        first = self.snapshot.first
+        return slice(int(first[index]), int(first[index + 1]) if index + 1 < len(first) else len(self.keys))
+
 
 class Groups:
     """Follows additions, readings and ends."""

@@ -145,15 +145,8 @@ class Outlook:
 
     def needed(self, groups: Indices, sampleable: int, mini_batches: int, x0: float) -> Floats:
         """x at which each of the next mini-batches is complete, by scenario and mini-batch, with `groups` in flight."""
-        return self._reached(np.sort(self._later(groups, x0), axis=0), sampleable, mini_batches, x0)
-
-    def _reached(self, completion: Floats, sampleable: int, mini_batches: int, x0: float) -> Floats:
-        needed = np.full((self._scenarios, mini_batches), x0)
-        for index in range(mini_batches):
-            missing = (index + 1) * self.setting.mini_batch - sampleable
-            if missing > 0 and len(completion):
-                needed[:, index] = np.maximum(completion[min(missing, len(completion)) - 1], x0)
-        return needed
+        later = np.sort(self._later(groups, x0), axis=0)
+        return reached(later, sampleable, self.setting.mini_batch, mini_batches, x0)
 
     def _later(self, groups: Indices, x0: float) -> Floats:
         """Completions of groups that are known not to be complete at x0, by group and scenario.
@@ -178,6 +171,17 @@ class Outlook:
         """Expected sum of `weight` over the members that still run at every x."""
         sums = np.bincount(bins, np.repeat(weight, self._scenarios), minlength=_POINTS)
         return np.asarray((sums.sum() - np.cumsum(sums)) / self._scenarios)
+
+
+def reached(completion: Floats, sampleable: int, mini_batch: int, mini_batches: int, x0: float) -> Floats:
+    """x at which each of the next mini-batches is complete, by scenario and mini-batch; completion: by group, rising, and
+    scenario."""
+    needed = np.full((completion.shape[1], mini_batches), x0)
+    for index in range(mini_batches):
+        missing = (index + 1) * mini_batch - sampleable
+        if missing > 0 and len(completion):
+            needed[:, index] = np.maximum(completion[min(missing, len(completion)) - 1], x0)
+    return needed
 
 
 def _times(x: Floats, running: Floats, replicas: int, setting: Setting) -> Floats:

@@ -10,12 +10,14 @@ from services.scheduler.policies.errors import EventOrderError
 from services.scheduler.policies.jit.forecast import Options, options
 from services.scheduler.policies.jit.guard import Guard
 from services.scheduler.policies.jit.knowledge import Knowledge
+from services.scheduler.policies.jit.replay import Replay
 from services.scheduler.policies.off import OffPolicy
 from services.scheduler.policies.types import (
     Action,
     Decision,
     DepthObserved,
     Event,
+    GroupFinished,
     LendDone,
     MiniBatchBegan,
     MiniBatchEnded,
@@ -49,6 +51,7 @@ class JitPolicy:
         self._verl = VerlPolicy(config)
         self._known = Knowledge(config)
         self._guard = Guard()
+        self._replay: Replay | None = None
         self._step: int | None = None
         self._ended: int | None = None
         self._ended_at = 0.0
@@ -84,17 +87,23 @@ class JitPolicy:
                 self._guard.trained(event.at - self._mini_batch_at)
             case LendDone():
                 self._guard.lent()
+            case GroupFinished(failed=False) if self._replay is not None:
+                self._replay.finished(event.group, event.lengths)
             case StepEnded():
                 self._step, self._ended, self._ended_at = None, event.step, event.at
                 self._unpredicted = True
                 hindsight.step_ended()
-                self._guard.step_ended(event.at)
+                if self._replay is not None:
+                    both = self._replay.options()
+                    self._guard.step_ended(event.at, both.alone.end_s, both.lent.foreseen_s)
+                    self._replay = None
 
     def _predict_step(self) -> None:
         """Remember what is expected of the next step, to learn from it when it ends."""
         depth = self._known.depth
         if self._known.ready and depth is not None and self._ended is not None and depth.step == self._ended + 1:
-            both = self._step_options(depth)
+            self._replay = self._next_step(depth)
+            both = self._replay.predicted
             self._guard.predicted(self._ended_at, both.alone.end_s, both.lent.foreseen_s, self._known.train_s)
 
     def _predict_wait(self, reclaimed_at: float) -> None:
@@ -208,7 +217,7 @@ class JitPolicy:
                 f"{have} and lengths are not known yet, so a lend is {'tried' if lend else 'not needed'}.",
                 numbers,
             )
-        both = self._step_options(depth)
+        both = self._next_step(depth).predicted
         alone_s, lent_s = max(both.alone.wait_s, 0.0), max(both.lent.wait_s, 0.0)
         gain_s = both.gain_s + self._guard.correction_s
         numbers |= {
@@ -227,14 +236,24 @@ class JitPolicy:
         reason = f"{would}; lending for about {both.lent.reclaim_in_s:.0f} s ends it {gain_s:.0f} s sooner."
         return _at_end(True, reason, numbers, both, lent_s)
 
-    def _step_options(self, depth: DepthObserved) -> Options:
+    def _next_step(self, depth: DepthObserved) -> Replay:
         """The next step without and with a lend, when one has just ended."""
         known = self._known
         forecast = known.forecast(known.run.train_batch_size)
         x0 = forecast.outlook.tokens_after(known.since_reading(self._ended_at), lent=False)
         alive = forecast.alive(known.groups)
-        needed = forecast.outlook.needed(alive, depth.sampleable, known.run.parameter_sync_step, x0)
-        return options(forecast, needed, known.setting(), known.rhythm.sync_s, x0)
+        steps, setting, sync_s = known.run.parameter_sync_step, known.setting(), known.rhythm.sync_s
+        needed = forecast.outlook.needed(alive, depth.sampleable, steps, x0)
+        return Replay(
+            forecast=forecast,
+            setting=setting,
+            predicted=options(forecast, needed, setting, sync_s, x0),
+            sampleable=depth.sampleable,
+            mini_batches=steps,
+            sync_s=sync_s,
+            x0=x0,
+            alive=frozenset(name for name in forecast.flight.names if known.groups.has(name)),
+        )
 
     # ------------------------------------------------------------------------------------------ within a step
 
