@@ -8,13 +8,14 @@ from services.scheduler.policies.jit.rhythm import Rhythm
 from services.scheduler.policies.types import LendDone, MiniBatchBegan, MiniBatchEnded, ReclaimDone, SyncDone
 
 
-def step(guard: Guard, *, lent: bool, missed_s: float, train_s: float = 200.0) -> None:
-    """A step predicted at 300 s without and 260 s with a lend; whichever came true took `missed_s` longer."""
+def step(guard: Guard, *, lent: bool, missed_s: float, train_s: float = 200.0, longer_s: float = 0.0) -> None:
+    """A step predicted at 300 s without and 260 s with a lend. Lengths make the first `longer_s` longer; whichever came
+    true took `missed_s` longer than that."""
     guard.predicted(0.0, 300.0, 260.0, train_s)
     if lent:
         guard.lent()
     guard.trained(train_s)
-    guard.step_ended((260.0 if lent else 300.0) + missed_s)
+    guard.step_ended((260.0 if lent else 300.0 + longer_s) + missed_s, 300.0 + longer_s, 260.0)
 
 
 def test_lends_that_cost_more_than_predicted_are_stopped() -> None:
@@ -34,6 +35,24 @@ def test_waits_longer_than_predicted_speak_for_lending() -> None:
     assert guard.correction_s > before + 20
 
 
+def test_steps_that_were_not_lent_for_do_not_speak_for_lending_by_being_the_worst() -> None:
+    """Only steps that seem to wait little are left alone, so their waits turn out longer than predicted on average.
+    Learned from them alone, that error made lending look better and better where it lost time."""
+    guard = Guard()
+    for _ in range(20):
+        step(guard, lent=False, missed_s=0.0, longer_s=20.0)
+        step(guard, lent=True, missed_s=0.0, longer_s=-20.0)
+    assert guard.correction_s == pytest.approx(0.0, abs=2.0)
+
+
+def test_lengths_that_make_lending_worthless_are_learned_while_it_lends() -> None:
+    """A policy that lent at every step never learned what not lending would have cost."""
+    guard = Guard()
+    for _ in range(40):
+        step(guard, lent=True, missed_s=0.0, longer_s=-60.0)
+    assert 40 + guard.correction_s < guard.margin_s
+
+
 def test_one_bad_step_is_no_verdict() -> None:
     """Steps scatter by tens of seconds."""
     guard = Guard()
@@ -47,7 +66,7 @@ def test_training_that_takes_longer_is_no_error_of_the_prediction() -> None:
     guard.predicted(0.0, 300.0, 260.0, 200.0)
     guard.lent()
     guard.trained(290.0)
-    guard.step_ended(350.0)
+    guard.step_ended(350.0, 300.0, 260.0)
     assert guard.correction_s == pytest.approx(0.0)
 
 
@@ -74,7 +93,7 @@ def test_gains_within_the_usual_error_are_not_worth_the_risk() -> None:
 def test_a_step_that_was_not_predicted_teaches_nothing() -> None:
     """The first steps of a run."""
     guard = Guard()
-    guard.step_ended(100.0)
+    guard.step_ended(100.0, 300.0, 260.0)
     assert guard.correction_s == 0
 
 

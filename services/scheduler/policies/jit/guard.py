@@ -1,10 +1,13 @@
 """Predicted against realised steps: what a lend's predicted gain is worth.
 
-A step is predicted twice when the one before it ends, without and with a lend; one of the two comes true. The mean
-error of either kind corrects the next predictions, so a policy whose lends cost more than it believes stops lending.
+A step is predicted twice when the one before it ends, without and with a lend; one of the two comes true. When it ends,
+its lengths are known, and with them both can be told again. So three errors are learned: of the gain, by lengths, from
+every step, whatever was done; and of either option that came true, by all else. Their means correct the next predicted
+gain, and a policy whose lends cost more than it believes stops lending.
 
-Invariants: a kind that never came true is not corrected; one step moves a correction by a stated share at most; a
-correction that is not confirmed fades, so that a lend is tried again one day.
+Invariants: an error by lengths is learned from every step alike, since those that were not lent are those that looked
+bad; a kind that never came true is not corrected; one step moves a correction by a stated share at most; a correction
+that is not confirmed fades, so that a lend is tried again one day.
 """
 
 # Steps that count as much as all before: a first error is not taken at its word.
@@ -51,7 +54,7 @@ class _Error:
 
 
 class Guard:
-    """Feed it both predictions of a step, which came true, and when the step ended."""
+    """Feed it both predictions of a step, which came true, and when the step ended with what its lengths explain."""
 
     def __init__(self) -> None:
         self._alone, self._lent, self._gain = _Error(), _Error(), _Error()
@@ -90,7 +93,7 @@ class Guard:
         self._trained_s += seconds
 
     def step_ended(self, at: float, alone_s: float, lent_s: float) -> None:
-        """It ended; `alone_s` and `lent_s` are what would have been predicted of it had its lengths been known."""
+        """It ended. alone_s, lent_s: what would have been predicted of it, had its lengths been known."""
         if self._predicted is None:
             return
         alone_s, lent_s = alone_s - self._train_s, lent_s - self._train_s

@@ -174,8 +174,10 @@ class Outlook:
 
 
 def reached(completion: Floats, sampleable: int, mini_batch: int, mini_batches: int, x0: float) -> Floats:
-    """x at which each of the next mini-batches is complete, by scenario and mini-batch; completion: by group, rising, and
-    scenario."""
+    """x at which each of the next mini-batches is complete, by scenario and mini-batch.
+
+    completion: by group and scenario, rising with the group.
+    """
     needed = np.full((completion.shape[1], mini_batches), x0)
     for index in range(mini_batches):
         missing = (index + 1) * mini_batch - sampleable
