@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from services.engine.backends.base import EngineProgress
+from services.engine.backends.base import EngineProgress, ForeignRequest
 from services.engine.domain.requests import JoinKey
 from services.engine.domain.spec import Health, Role
 from services.engine.fleet import Fleet
@@ -60,12 +60,15 @@ class ProgressReader:
         read = await asyncio.gather(*(self._read_one(slot) for slot in slots))
         answers = {slot.replica_id: answer for slot, answer in zip(slots, read, strict=True) if answer is not None}
         requests = tuple(self._request(live, answers) for live in list(self._generations.live))
+        for slot in slots:
+            if slot.replica_id in answers:
+                requests += tuple(self._foreign(slot, each) for each in answers[slot.replica_id].foreign)
         in_engines = sum(answer.running + answer.waiting for answer in answers.values())
         covered = sum(
             request.engine_request_id in answers[request.replica_id].output_tokens
             for request in requests
             if request.replica_id in answers
-        )
+        ) + sum(len(answer.foreign) for answer in answers.values())
         return Report(
             self._clock.now(),
             requests,
@@ -84,6 +87,17 @@ class ProgressReader:
                 return await slot.backend.progress()
         except (TurnoutError, TimeoutError):
             return None
+
+    @staticmethod
+    def _foreign(slot: Slot, request: ForeignRequest) -> RequestProgress:
+        return RequestProgress(
+            request.join_key,
+            request.request_id,
+            slot.replica_id,
+            slot.replica.spec.role,
+            request.prompt_tokens,
+            request.output_tokens,
+        )
 
     @staticmethod
     def _request(live: Live, answers: Mapping[str, EngineProgress]) -> RequestProgress:

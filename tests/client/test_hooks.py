@@ -518,6 +518,29 @@ def test_on_sample_end_needs_a_beginning(world: World) -> None:
         hooks.on_sample_end(1, 0)
 
 
+def test_a_trainer_may_pay_refills_by_itself_and_share_its_cursor(world: World) -> None:
+    """Where prompts enter the buffer by another way, the hooks must not decline what that way pays."""
+
+    paid: list[tuple[str, int]] = []
+
+    class Pays:
+        async def pay(self, due: buffer_pb2.RefillDue, step: int) -> None:
+            paid.append((due.refill_claim_id, step))
+
+    due = buffer_pb2.RefillDue(count=1, refill_claim_id="c1")
+    done = scheduler_pb2.PrepareStepDone(outcome=buffer_pb2.WAIT_OUTCOME_REACHED, next_cursor=9)
+    world.scheduler.script["PrepareStep"] = events(
+        scheduler_pb2.PrepareStepResponse(refill_due=due), scheduler_pb2.PrepareStepResponse(done=done)
+    )
+    with TrainerHooks.open(world.setup(refills=Pays())) as hooks:
+        hooks.cursor = 4
+        hooks.prepare_step(1)
+        assert hooks.cursor == 9
+    assert paid == [("c1", 1)]
+    assert [request.cursor for request in world.requests("PrepareStep")] == [4]
+    assert world.requests("DeclineRefill") == []
+
+
 def test_refills_of_a_step_are_born_at_that_step(world: World) -> None:
     """Prompts born at an older step would be stale sooner than they should."""
     due = buffer_pb2.RefillDue(count=1, refill_claim_id="c1")

@@ -113,6 +113,16 @@ class VerlServer:
             await self.engine.wake_up(tags=tags or ["kv_cache", "weights"])
             await self.engine.reset_prefix_cache(reset_connector=True)
 
+    async def release_kv_cache(self) -> None:
+        if self.config.free_cache_engine:
+            await self.engine.sleep(level=self._resolve_sleep_level())
+            await self.engine.wake_up(tags=["weights"])
+
+    async def resume_kv_cache(self) -> None:
+        if self.config.free_cache_engine:
+            await self.engine.wake_up(tags=["kv_cache"])
+            await self.engine.reset_prefix_cache(reset_connector=True)
+
     async def clear_kv_cache(self) -> None:
         await self.engine.reset_prefix_cache(reset_connector=True)
 

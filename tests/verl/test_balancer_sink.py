@@ -55,6 +55,15 @@ async def test_the_balancer_is_never_empty_while_servers_change() -> None:
     assert balancer.least > 0
 
 
+async def test_a_standalone_server_stays_while_its_weights_move() -> None:
+    """It lets requests wait by itself; without it the balancer would be empty at every step's end, and fail them."""
+    sink, balancer, _ = setting()
+    await sink.push(membership([member("s")], [member("h", Route.OUT)]))
+    held = Member("s", "verl-ray", "s", Role.STANDALONE, Route.HELD)
+    await sink.push(membership([], [held, member("h", Route.HELD)]))
+    assert balancer.get_all_servers() == ["[fe80::1]:81", "9.9.9.9:9"]
+
+
 async def test_a_replica_that_was_deregistered_or_died_leaves() -> None:
     sink, balancer, cluster = setting()
     await sink.push(membership([member("s"), member("h")], []))

@@ -7,16 +7,18 @@ import contextlib
 import json
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from services.engine.backends.base import EngineRequest
+from services.engine.backends.verl_ray import VerlBackend
 from services.engine.cluster.verl import ENGINE_CALLS, METHODS, VerlSurface
 from services.engine.domain.engine_state import NATIVE_RELEASE
-from services.engine.domain.requests import Finish, Sampling
+from services.engine.domain.requests import Finish, JoinKey, Sampling
 from services.engine.domain.spec import ALL_CACHES, KV_CACHE, WEIGHTS, PauseMode, ReplicaSpec, Role, Weights
 from services.engine.domain.tokens import Stretches
-from services.engine.guarded.backend import GuardedBackend
 from services.runtime.clock import MonotonicClock
 from services.runtime.errors import TurnoutError
 from tests.verl.balancer import CONTRACT
@@ -33,10 +35,10 @@ def refused(reason: str) -> Iterator[None]:
     assert caught.value.reason == reason, caught.value
 
 
-async def backend_of(server: VerlServer) -> GuardedBackend:
+async def backend_of(server: VerlServer) -> VerlBackend:
     surface = VerlSurface(ServerActor(server).as_actor())
     await surface.find_out()
-    backend = GuardedBackend(ReplicaSpec("r", Role.HYBRID, "verl-ray", "vllm_server_0_0"), surface, MonotonicClock())
+    backend = VerlBackend(ReplicaSpec("r", Role.HYBRID, "verl-ray", "vllm_server_0_0"), surface, MonotonicClock())
     await backend.probe()
     return backend
 
@@ -88,11 +90,31 @@ async def test_capabilities_are_what_verl_does_and_not_what_it_skips() -> None:
     hybrid = (await (await backend_of(VerlServer())).probe()).capabilities
     assert {"sleep", "wake_tags", "weight_version"} <= hybrid
     assert not {NATIVE_RELEASE, "pause_keep", "memory", "weight_transfer"} & hybrid
+    standalone = (await (await backend_of(VerlServer(Mode.STANDALONE))).probe()).capabilities
+    assert NATIVE_RELEASE in standalone
     for server in (VerlServer(Mode.STANDALONE), VerlServer(frees=False)):
         backend = await backend_of(server)
         assert "sleep" not in (await backend.probe()).capabilities
         with refused("NOT_OFFERED"):
             await backend.sleep(2, 5)
+
+
+async def test_a_standalone_server_gives_up_its_kv_memory_for_an_update() -> None:
+    """verl's sleep and wake_up do nothing there; without its own calls the controller could update no such server."""
+    server = VerlServer(Mode.STANDALONE)
+    backend = await backend_of(server)
+    await backend.pause(PauseMode.ABORT, True, 5)
+    await backend.release_kv_cache(5)
+    assert server.engine.asleep == {KV_CACHE}
+    assert (await backend.probe()).resident_tags == {WEIGHTS}
+    with refused("TAG_ASLEEP"):
+        await backend.resume(5)
+    await backend.resume_kv_cache(5)
+    await backend.resume(5)
+    state = await backend.probe()
+    assert not server.engine.asleep
+    assert not state.paused
+    assert state.declared_tags == state.resident_tags
 
 
 async def test_a_lend_and_a_reclaim() -> None:
@@ -249,3 +271,34 @@ async def test_outputs_need_verl_beside_the_controller() -> None:
     with refused("NOT_OFFERED"):
         async for _ in backend.generate(request()):
             pass
+
+
+async def test_requests_of_verls_own_clients_are_read_in_the_server() -> None:
+    """Without them the controller knows of no request, and a policy that looks ahead has nothing to look at."""
+    server = VerlServer()
+    backend = await backend_of(server)
+    states = server.engine.output_processor.request_states
+
+    def state(prompt: int, made: int) -> Any:
+        return SimpleNamespace(prompt_len=prompt, detokenizer=SimpleNamespace(output_token_ids=[7] * made))
+
+    mine = 'turnout:["train","group_1",2,10,"0f"]'
+    # vLLM puts something of its own behind an id.
+    states.update({mine: state(13, 4), 'turnout:["train","g",0,0,"1f"]-a1b2': state(3, 0), "another": state(5, 5)})
+    progress = await backend.progress()
+    keys = [(each.join_key, each.prompt_tokens, each.output_tokens) for each in progress.foreign]
+    assert keys == [(JoinKey("train", "group_1", 2, 1), 3, 14), (JoinKey("train", "g", 0, 1), 3, 0)]
+    assert (progress.running, progress.decoded_tokens, progress.prefilled_tokens) == (3, 4, 16)
+    states[mine] = state(13, 9)
+    del states["another"]
+    again = await backend.progress()
+    assert (again.running, again.decoded_tokens, again.prefilled_tokens) == (2, 9, 16)
+
+
+@pytest.mark.parametrize("request_id", ["turnout:", 'turnout:["train"]', "turnout:[1]", 'turnout:["a","b","c",0,"d"]'])
+async def test_an_id_that_only_begins_like_ours_is_nobodys(request_id: str) -> None:
+    server = VerlServer()
+    server.engine.output_processor.request_states[request_id] = SimpleNamespace(
+        prompt_len=1, detokenizer=SimpleNamespace(output_token_ids=[])
+    )
+    assert (await (await backend_of(server)).progress()).foreign == ()

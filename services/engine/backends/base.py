@@ -54,8 +54,25 @@ class EngineOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class ForeignRequest:
+    """A request that reached an engine by its trainer's own client, and says whose it is.
+
+    `output_tokens` is all of the trajectory so far, `made_before` what of it came before this request.
+    """
+
+    request_id: str
+    join_key: JoinKey
+    prompt_tokens: int
+    output_tokens: int
+    made_before: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class EngineProgress:
-    """How far the requests of a replica are, and its counters since it started. `prefill_seconds` is domain time."""
+    """How far the requests of a replica are, and its counters since it started. `prefill_seconds` is domain time.
+
+    `running` and `waiting` count `foreign` ones too, and those of which nothing is known.
+    """
 
     output_tokens: Mapping[str, int] = field(default_factory=dict)
     decoded_tokens: int = 0
@@ -63,6 +80,7 @@ class EngineProgress:
     prefill_seconds: float = 0.0
     running: int = 0
     waiting: int = 0
+    foreign: tuple[ForeignRequest, ...] = ()
 
 
 Shards = tuple[Shard, ...]

@@ -14,17 +14,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.util
+import json
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Final
 
-from services.engine.backends.base import engine_dead
+from services.engine.backends.base import ForeignRequest, engine_dead
 from services.engine.cluster.actors import Actor
-from services.engine.domain.requests import Finish
-from services.engine.domain.spec import WEIGHTS
+from services.engine.domain.requests import Finish, JoinKey
+from services.engine.domain.spec import KV_CACHE, WEIGHTS
 from services.engine.guarded import surface as calls
 from services.engine.guarded.residency import TAGS
 from services.engine.guarded.surface import Draw, Reading, Tokens
 from services.runtime.errors import TurnoutError, aborted, describe, failed_precondition
+
+PREFIX: Final = "turnout:"
+"""Of the request ids that `turnout.integrations.verl` gives."""
+
+FIRST_ATTEMPT: Final = 1
+"""verl's agent loops issue a session once."""
 
 CHECK_S: Final = 0.5
 """Wall seconds for a sign of life; the actor's loop answers while its engine works."""
@@ -36,7 +43,9 @@ METHODS: Final = {
     "collective_rpc": ("method", "args", "kwargs"),
     "generate": ("prompt_ids", "sampling_params", "request_id"),
     "get_server_address": (),
+    "release_kv_cache": (),
     "resume_generation": (),
+    "resume_kv_cache": (),
     "set_global_steps": ("global_steps",),
     "sleep": (),
     "wake_up": ("tags",),
@@ -55,6 +64,7 @@ ENGINE_CALLS: Final = {
 """What those methods call of vLLM, and the names that verl gives."""
 
 HYBRID: Final = "hybrid"
+STANDALONE: Final = "standalone"
 NOT_FOUND: Final = "not found"
 """In the reply of an abort that came too late, which is fine."""
 
@@ -96,6 +106,23 @@ def look() -> Callable[[Any], dict[str, Any]]:
         }
 
     return facts
+
+
+def look_at_requests() -> Callable[[Any], list[tuple[str, int, int]]]:
+    """A function that tells id, prompt and output tokens of the requests in a server's engine; -1 if not known."""
+
+    def requests(server: Any) -> list[tuple[str, int, int]]:
+        found = []
+        states = getattr(getattr(getattr(server, "engine", None), "output_processor", None), "request_states", {})
+        for request_id, state in list(states.items()):
+            made = getattr(getattr(state, "detokenizer", None), "output_token_ids", None)
+            if made is None:
+                made = getattr(state, "output_token_ids", None)
+            prompt = getattr(state, "prompt_len", None)
+            found.append((str(request_id), -1 if prompt is None else prompt, -1 if made is None else len(made)))
+        return found
+
+    return requests
 
 
 def write(note: dict[str, Any]) -> Callable[[Any], None]:
@@ -159,6 +186,8 @@ class VerlSurface:
         }
         if self._hybrid and facts["frees"]:
             offers |= {calls.SLEEP, calls.WAKE_TAGS}
+        if facts["mode"] == STANDALONE and facts["frees"]:
+            offers |= {calls.RELEASE_KV}
         self.offers = frozenset(offers)
 
     def _check_engine(self, signatures: Mapping[str, Any]) -> None:
@@ -206,6 +235,12 @@ class VerlSurface:
             weight_version=None if facts["steps"] is None else str(facts["steps"]),
         )
 
+    async def requests(self) -> tuple[int, list[ForeignRequest]]:
+        """How many requests are in the engine, and those that say whose they are."""
+        found = await self._call("__ray_call__", look_at_requests())
+        read = (foreign_request(*each) for each in found)
+        return len(found), [request for request in read if request is not None]
+
     # -------------------------------------------------------------------------------------------------------- commands
 
     async def sleep(self, level: int, mode: str) -> None:
@@ -224,13 +259,21 @@ class VerlSurface:
         if not wanted:
             return
         async with self._changing():
-            await self._ask("wake_up", tags=sorted(wanted))
+            if self._hybrid:
+                await self._ask("wake_up", tags=sorted(wanted))
+            else:
+                # Only KV memory is ever released there, and verl's wake_up does nothing.
+                await self._ask("resume_kv_cache")
             self._asleep -= wanted
             if WEIGHTS not in self._asleep and self._asleep_at == 1:
                 self._asleep_at = 0
 
     async def release_kv_cache(self) -> None:
-        raise self._not_offered("verl 0.9.1 releases KV memory by a sleep and a wake of the weights")
+        if calls.RELEASE_KV not in self.offers:
+            raise self._not_offered("the KV memory of a hybrid server is released by a sleep and a wake of the weights")
+        async with self._changing():
+            await self._ask("release_kv_cache")
+            self._asleep = frozenset({KV_CACHE})
 
     async def pause(self, mode: str, clear_cache: bool) -> None:
         if mode != "abort":
@@ -361,6 +404,22 @@ class VerlSurface:
 
     def _not_offered(self, why: str) -> TurnoutError:
         return failed_precondition("NOT_OFFERED", f"{self.actor.name}: {why}")
+
+
+def foreign_request(request_id: str, prompt: int, made: int) -> ForeignRequest | None:
+    """What the id says that the adapter's client gave: partition, group, session, and tokens made before it, as JSON.
+
+    vLLM may put something of its own behind the id.
+    """
+    start, end = request_id.find(PREFIX), request_id.rfind("]")
+    if start < 0 or prompt < 0 or made < 0:
+        return None
+    try:
+        partition, group, session, before, _ = json.loads(request_id[start + len(PREFIX) : end + 1])
+        key = JoinKey(str(partition), str(group), int(session), FIRST_ATTEMPT)
+        return ForeignRequest(request_id, key, max(0, prompt - int(before)), int(before) + made, int(before))
+    except (ValueError, TypeError):
+        return None
 
 
 def read_output(output: Any, draw: Draw) -> Tokens:

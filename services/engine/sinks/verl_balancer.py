@@ -2,7 +2,8 @@
 
 Invariants: only servers of replicas that are verl's own actors are touched, so what the trainer put there besides
 stays; servers are added before others are removed, since requests fail while the balancer is empty; one that is there
-is never added again, which would reset its load to 0. The balancer has no queue, so it cannot hold.
+is never added again, which would reset its load to 0. The balancer has no queue, so it cannot hold; a standalone server
+that is HELD stays in it all the same, since verl's servers have a gate of their own.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import contextlib
 from typing import Final
 
 from services.engine.cluster.actors import Actor, Cluster
+from services.engine.domain.spec import Role, Route
 from services.engine.sinks.base import Member, Membership
 from services.runtime.errors import TurnoutError
 
@@ -51,7 +53,9 @@ class VerlBalancer:
         for member in membership.others:
             if member.backend == BACKEND:
                 await self._learn(member)
-        serving = {member.endpoint for member in membership.members}
+        # A standalone server that is paused for its weights lets requests wait at its own gate.
+        waiting = [each for each in membership.others if each.role is Role.STANDALONE and each.route is Route.HELD]
+        serving = {member.endpoint for member in (*membership.members, *waiting)}
         # One that was deregistered is in neither list.
         gone = {server_id for endpoint, server_id in self._server_ids.items() if endpoint not in serving}
         if missing:

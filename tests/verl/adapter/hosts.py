@@ -18,15 +18,15 @@ SCALE = 0.001
 
 
 @contextlib.contextmanager
-def in_thread(build: Callable[[], AbstractAsyncContextManager[ServiceHost]]) -> Iterator[ServiceHost]:
-    """One service for the length of a block."""
-    ready: list[ServiceHost] = []
+def in_thread(*builds: Callable[[], AbstractAsyncContextManager[ServiceHost]]) -> Iterator[list[ServiceHost]]:
+    """Services for the length of a block, in one event loop: gRPC does not like several in a process."""
+    hosts: list[ServiceHost] = []
     began, loop = threading.Event(), asyncio.new_event_loop()
     stop = asyncio.Event()
 
     async def serve() -> None:
-        async with build() as host:
-            ready.append(host)
+        async with contextlib.AsyncExitStack() as stack:
+            hosts.extend([await stack.enter_async_context(build()) for build in builds])
             began.set()
             await stop.wait()
 
@@ -37,11 +37,11 @@ def in_thread(build: Callable[[], AbstractAsyncContextManager[ServiceHost]]) -> 
             began.set()
             loop.close()
 
-    thread = threading.Thread(target=run, name="service")
+    thread = threading.Thread(target=run, name="services")
     thread.start()
     began.wait()
     try:
-        yield ready[0]
+        yield hosts
     finally:
         if not loop.is_closed():
             loop.call_soon_threadsafe(stop.set)
@@ -51,5 +51,5 @@ def in_thread(build: Callable[[], AbstractAsyncContextManager[ServiceHost]]) -> 
 @contextlib.contextmanager
 def buffer_host() -> Iterator[ServiceHost]:
     """A replay buffer."""
-    with in_thread(lambda: buffer_service.build(BufferSettings(listen=LISTEN, time_scale=SCALE))) as host:
+    with in_thread(lambda: buffer_service.build(BufferSettings(listen=LISTEN, time_scale=SCALE))) as (host,):
         yield host

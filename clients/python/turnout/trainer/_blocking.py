@@ -53,6 +53,15 @@ class TrainerHooks:
         """Who has the hybrid GPUs, as the scheduler said last."""
         return self._core.mode
 
+    @property
+    def cursor(self) -> int:
+        """See AsyncTrainerHooks."""
+        return self._core.cursor
+
+    @cursor.setter
+    def cursor(self, value: int) -> None:
+        self._core.cursor = value
+
     def close(self, *, reason: str | None = None) -> None:
         """See AsyncTrainerHooks."""
         run_blocking(self._core.close(reason=reason))

@@ -32,6 +32,7 @@ from turnout.client import (
     AsyncBufferClient,
     AsyncEngineClient,
     AsyncSchedulerClient,
+    PaysRefills,
     duration,
 )
 from turnout.client._payloads import Bytes
@@ -90,13 +91,14 @@ class AsyncTrainerHooks:
         """Wall seconds per domain second: 1 except in demos and tests."""
         self._lend: scheduler_pb2.Lend | None = opened.lend if opened.HasField("lend") else None
         self._allow_older = opened.allow_older
-        self._cursor = opened.cursor
+        self.cursor: int = opened.cursor
+        """Eviction cursor of the trainer. Who also waits by other means shares it, so that nothing is told twice."""
         self._sample_began: float | None = None
         self._span = StepSpan()
         self._next_attempt: dict[tuple[int, int], int] = {}
         """Where BeginSample goes on for the mini-batch, by step and number, that GPUs were last lent within."""
         self._releases: dict[tuple[int, int], int] = {}
-        self._refills = buffer.refills(
+        self._refills: PaysRefills = setup.refills or buffer.refills(
             setup.refill_fn, run_id=setup.run_id, partition=setup.partition, epoch=self.epoch
         )
         self._weights = WeightUpdates(
@@ -237,14 +239,12 @@ class AsyncTrainerHooks:
         """
         self._check()
         done = await self.scheduler.prepare_step(
-            scheduler_pb2.PrepareStepRequest(
-                run_id=self.setup.run_id, epoch=self.epoch, step=step, cursor=self._cursor
-            ),
+            scheduler_pb2.PrepareStepRequest(run_id=self.setup.run_id, epoch=self.epoch, step=step, cursor=self.cursor),
             refills=self._refills,
             on_progress=self.setup.on_progress,
         )
         self._lending.mode = done.mode
-        self._cursor = done.next_cursor
+        self.cursor = done.next_cursor
         if done.outcome == buffer_pb2.WAIT_OUTCOME_EXHAUSTED:
             _log.warning("step %d: %s", step, done.reason)
         return dict(done.metrics)
@@ -269,12 +269,12 @@ class AsyncTrainerHooks:
                     step=step,
                     mini_batch=mini_batch,
                     attempt=attempt,
-                    cursor=self._cursor,
+                    cursor=self.cursor,
                 ),
                 refills=self._refills,
                 on_progress=self.setup.on_progress,
             )
-            self._cursor = done.next_cursor
+            self.cursor = done.next_cursor
             _add(metrics, done.evictions.metrics)
             if not done.HasField("lend"):
                 break
@@ -298,13 +298,13 @@ class AsyncTrainerHooks:
             step=step,
             batch=batch,
             max_wait=None if max_wait is None else duration(max_wait),
-            cursor=self._cursor,
+            cursor=self.cursor,
             request_id=f"sample/{self.epoch}/{step}/{mini_batch}/{self._releases.get(key, 0)}",
         )
         sampled = await self.buffer.sample(request, refills=self._refills, on_progress=self.setup.on_progress)
         if sampled.done.outcome != buffer_pb2.WAIT_OUTCOME_REACHED:
             raise NotReached(sampled.done)
-        self._cursor = sampled.done.next_cursor
+        self.cursor = sampled.done.next_cursor
 
         def released() -> None:
             self._releases[key] = self._releases.get(key, 0) + 1

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from turnout.buffer.v1 import buffer_pb2
-from turnout.client import ClientOptions, ProgressFn, RefillFn
+from turnout.client import ClientOptions, PaysRefills, ProgressFn, RefillFn
 from turnout.client._ids import check_text
 from turnout.engine.v1 import engine_pb2
 from turnout.scheduler.v1 import scheduler_pb2
@@ -32,6 +32,8 @@ class TrainerSetup:
     """If set, the run is created in the buffer with it; a run that exists with the same configuration is fine."""
     refill_fn: RefillFn | None = None
     """Gives fresh prompts from inside a wait, on the waiting thread, when groups were evicted."""
+    refills: PaysRefills | None = None
+    """In place of refill_fn: pays refill claims by itself."""
     update_weights: UpdateWeights | None = None
     """Moves weights, unless the hook is given another one."""
     on_progress: ProgressFn | None = None

@@ -12,10 +12,11 @@ _WHERE = {
     "AgentLoopManager": "turnout.integrations.verl._agent_loop",
     "AgentLoopWorker": "turnout.integrations.verl._agent_loop",
     "ReplayBuffer": "turnout.integrations.verl._buffer",
+    "Trainer": "turnout.integrations.verl._trainer",
     "VerlSetup": "turnout.integrations.verl._setup",
 }
 
-__all__ = ["AgentLoopManager", "AgentLoopWorker", "ReplayBuffer", "VerlSetup"]
+__all__ = ["AgentLoopManager", "AgentLoopWorker", "ReplayBuffer", "Trainer", "VerlSetup"]
 
 
 def __getattr__(name: str) -> Any:

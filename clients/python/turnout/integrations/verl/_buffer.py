@@ -54,6 +54,8 @@ class ReplayBuffer:
         if max_off_policy_strategy not in ("drop", "wait"):
             raise ValueError(f"max_off_policy_strategy must be drop or wait, not {max_off_policy_strategy!r}")
         self.setup = VerlSetup.read(sampler_kwargs)
+        self.poll_interval = self.setup.poll_interval
+        """Seconds of waiting that verl does not count as idleness."""
         if self.setup.filter_groups_metric is not None and refill_fn is None:
             raise ValueError("filter_groups_metric needs a refill_fn, which replaces the groups that are filtered out")
         rules = Rules(
@@ -70,11 +72,6 @@ class ReplayBuffer:
             refill_fn=refill_fn,
             look_interval=self.setup.look_interval,
         )
-
-    @property
-    def poll_interval(self) -> float:
-        """Seconds of waiting that verl does not count as idleness."""
-        return self.setup.poll_interval
 
     def get_sampleable_count(self, global_steps: int, partition_id: str) -> int:
         """How many groups could be sampled at this step."""

@@ -250,8 +250,10 @@ class Index:
         )
         self._reached(sampled.done)
         uids = [group.group_id for group in sampled.groups]
-        for uid in uids:
-            self._tokens.pop((partition, uid), None)
+        for group in sampled.groups:
+            self._tokens.pop((partition, group.group_id), None)
+            if group.failed:
+                _log.warning("group %s of %s failed: %s", group.group_id, partition, group.error)
         return uids, self._evicted(partition, sampled.done, taken=uids)
 
     def sampleable(self, partition: str) -> Iterator[str]:

@@ -26,6 +26,10 @@ class VerlSetup:
     """What `algorithm.filter_groups.metric` says; verl does not tell a custom sampler."""
     poll_interval: float = 2.0
     """Seconds that a step may wait without counting as idle, as in verl. Nothing is polled."""
+    balancer: str = "turnout-balancer"
+    """Name of the actor through which the controller reaches verl's balancer (its `--verl-balancer`)."""
+    take_over: bool = False
+    """Whether to take over from a trainer of this run that gave a sign of life within the last minute."""
     look_interval: float = 30.0
     """Seconds between two comparisons with TransferQueue while a wait lasts."""
 
@@ -44,6 +48,12 @@ class VerlSetup:
             if not 0 < getattr(setup, name) < math.inf:
                 raise ValueError(f"sampler_kwargs.{name} must be a number above 0, not {getattr(setup, name)!r}")
         return setup
+
+    def check_services(self) -> None:
+        """Raise ValueError if a service that the trainer needs is not named."""
+        for name in ("engine", "scheduler"):
+            if not getattr(self, name):
+                raise ValueError(f"sampler_kwargs.{name} is needed by the trainer")
 
     def check_filter(self, algorithm: Mapping[str, Any]) -> None:
         """Raise ValueError if `algorithm.filter_groups` wants another filter than this."""
