@@ -61,6 +61,21 @@ async def test_a_failed_release_is_mended_by_a_wake() -> None:
     assert (await backend.probe()).resident_tags == {WEIGHTS, KV_CACHE}
 
 
+async def test_a_reading_without_memory_settles_no_doubt() -> None:
+    """A sleep failed halfway and the pause that follows asks for no memory: what is gone must still be found out."""
+    surface = FakeSurface()
+    backend = backend_on(surface)
+    await backend.probe()
+    surface.fail.add("sleep")
+    with refused("ABORTED", "ENGINE_FAILED"):
+        await backend.sleep(2, 5)
+    surface.asleep, surface.paused = {KV_CACHE}, True
+    await backend.pause(PauseMode.ABORT, True, 5)
+    assert (await backend.probe()).resident_tags == {WEIGHTS}
+    with refused("FAILED_PRECONDITION", "TAG_ASLEEP"):
+        await backend.resume(5)
+
+
 async def test_a_wake_never_overtakes_a_sleep_that_was_given_up() -> None:
     """The sleep fires later all the same: a wake in between would be followed by freed memory, and a dead engine."""
     surface = FakeSurface()
