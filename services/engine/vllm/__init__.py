@@ -1,1 +1,1 @@
-"""vLLM as an engine: how it is started, called and kept from hurting itself."""
+"""vLLM as an engine: how it is started, how it is called, and what is added to its workers."""
