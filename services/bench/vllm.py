@@ -3,14 +3,15 @@
 Invariants: one engine for all figures; every round measures both ways, the direct one first in even rounds and last in
 odd ones; of calls the median of the rounds counts, of tokens per second the fastest round, since on a shared machine
 the others tell of its neighbours; what is compared does the same to the engine: a controller's Sleep is beside the
-calls it is made of. Processor time is that of this process, where the front end of the engine runs, and for the
-controller its client too.
+calls it is made of. The controller keeps a journal, as `serve` does. Processor time is that of this process, where the
+front end of the engine runs, and for the controller its client too.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import statistics
 import tempfile
 import time
@@ -21,6 +22,7 @@ from typing import Any, Final
 
 import grpc.aio
 
+from services.bench.engine import LEAST_SHARE, MOST_ADDED_MS, MOST_DEATH_MS
 from services.bench.result import Result
 from services.engine.backends.base import Backend, EngineRequest
 from services.engine.domain.requests import Sampling
@@ -34,12 +36,18 @@ from services.engine.vllm.async_llm import AsyncLlmSurface
 from services.engine.vllm.config import VllmConfig
 from services.engine.vllm.tiny_models import write_tiny_model
 from services.runtime.clock import MonotonicClock
+from services.runtime.journal import Durability
 from turnout.engine.v1 import engine_pb2 as pb
 from turnout.engine.v1 import engine_pb2_grpc
 
 RUN: Final = "bench"
 STREAMS: Final = 8
-TOKENS: Final = 128
+TOKENS: Final = 896
+"""Of each stream: what the engine takes, and still little for a rollout."""
+
+SHORT_TOKENS: Final = 128
+"""The same for outputs so short that the call of each counts more than its tokens; these have no limit."""
+
 PROMPT: Final = (5, 6, 7, 8)
 KV_BYTES: Final = 64 << 20
 TIMEOUT_S: Final = 120.0
@@ -62,11 +70,14 @@ async def measure(rounds: int) -> AsyncIterator[Result]:
         config = VllmConfig(
             model=str(model), cpu=True, engine_args=arguments, environment={"VLLM_LOGGING_LEVEL": "ERROR"}
         )
+        before = _children()
         surface = await async_llm.start(config)
+        # The engine core is the parent of its worker.
+        core = next(pid for pid, is_parent in _children().items() if is_parent and pid not in before)
         try:
             async for result in _backend_figures(surface, rounds):
                 yield result
-            async for result in _controller_figures(surface, rounds):
+            async for result in _controller_figures(surface, core, rounds, Path(place) / "data"):
                 yield result
         finally:
             await surface.close()
@@ -78,11 +89,6 @@ async def _backend_figures(surface: AsyncLlmSurface, rounds: int) -> AsyncIterat
     await backend.probe()
     both = [WEIGHTS, KV_CACHE]
 
-    async def reset() -> None:
-        await engine.reset_prefix_cache(True, True)
-        await engine.reset_mm_cache()
-        await engine.reset_encoder_cache()
-
     pairs: dict[str, tuple[Work, Work]] = {
         "pause": (
             lambda: engine.pause_generation(mode="abort"),
@@ -91,7 +97,7 @@ async def _backend_figures(surface: AsyncLlmSurface, rounds: int) -> AsyncIterat
         "resume": (engine.resume_generation, lambda: backend.resume(TIMEOUT_S)),
         "sleep": (lambda: engine.sleep(1), lambda: backend.sleep(1, TIMEOUT_S)),
         "wake": (engine.wake_up, lambda: backend.wake_up(both, TIMEOUT_S)),
-        "reset": (reset, lambda: backend.reset_caches(ALL_CACHES, True, True, TIMEOUT_S)),
+        "reset": (lambda: _reset_all(engine), lambda: backend.reset_caches(ALL_CACHES, True, True, TIMEOUT_S)),
     }
     direct: dict[str, list[float]] = {name: [] for name in pairs}
     ours: dict[str, list[float]] = {name: [] for name in pairs}
@@ -100,11 +106,14 @@ async def _backend_figures(surface: AsyncLlmSurface, rounds: int) -> AsyncIterat
             for name, works in pairs.items():
                 times[name].append(await _timed(works[way]))
     for name in pairs:
-        yield Result(f"vllm_{name}", "ms", _median_ms(ours[name]), _median_ms(direct[name]))
+        yield _added(f"vllm_{name}", ours[name], direct[name])
 
 
-async def _controller_figures(surface: AsyncLlmSurface, rounds: int) -> AsyncIterator[Result]:
+async def _controller_figures(
+    surface: AsyncLlmSurface, core: int, rounds: int, data_dir: Path
+) -> AsyncIterator[Result]:
     engine = surface.engine
+    settings = EngineSettings(listen=["127.0.0.1:0"], data_dir=data_dir, durability=Durability.OS)
 
     class Kept(GuardedBackend):
         """The bench's engine outlives the controller."""
@@ -116,7 +125,7 @@ async def _controller_figures(surface: AsyncLlmSurface, rounds: int) -> AsyncIte
         return Kept(spec, surface, MonotonicClock())
 
     async with (
-        build(EngineSettings(listen=["127.0.0.1:0"]), None, open_backend) as host,
+        build(settings, None, open_backend) as host,
         grpc.aio.insecure_channel(host.target) as channel,
     ):
         stub: Any = engine_pb2_grpc.EngineControllerStub(channel)
@@ -132,6 +141,12 @@ async def _controller_figures(surface: AsyncLlmSurface, rounds: int) -> AsyncIte
             await engine.reset_prefix_cache(False, True)
 
         pairs: dict[str, tuple[Work, Work]] = {
+            "pause": (
+                lambda: engine.pause_generation(mode="abort"),
+                lambda: stub.Pause(pb.PauseRequest(run_id=RUN)),
+            ),
+            "resume": (engine.resume_generation, lambda: stub.Resume(pb.ResumeRequest(run_id=RUN))),
+            "reset": (lambda: _reset_all(engine), lambda: stub.ResetCaches(pb.ResetCachesRequest(run_id=RUN))),
             "sleep": (sleep_directly, lambda: stub.Sleep(pb.SleepRequest(run_id=RUN))),
             "wake": (wake_directly, lambda: stub.WakeUp(pb.WakeUpRequest(run_id=RUN))),
         }
@@ -142,36 +157,63 @@ async def _controller_figures(surface: AsyncLlmSurface, rounds: int) -> AsyncIte
                 for name, works in pairs.items():
                     times[name].append(await _timed(works[way]))
         for name in pairs:
-            yield Result(f"vllm_controller_{name}", "ms", _median_ms(ours[name]), _median_ms(direct[name]))
+            yield _added(f"vllm_controller_{name}", ours[name], direct[name])
 
-        plain, through, below = Rates(), Rates(), Rates()
         backend = GuardedBackend(ReplicaSpec("r", Role.HYBRID, "vllm-inproc"), surface, MonotonicClock())
         await backend.probe()
-        for number in range(rounds):
-            ways = [
-                (plain, lambda number=number: _generate_directly(engine, f"direct-{number}")),
-                (below, lambda number=number: _generate_below(backend, f"below-{number}")),
-                (through, lambda number=number: _generate_through(stub, f"through-{number}")),
-            ]
-            for rates, work in ways if number % 2 else reversed(ways):
-                await rates.add(work)
-        for name, rates in (("backend", below), ("controller", through)):
-            yield Result(f"vllm_generate_{name}", "tokens/s", max(rates.tokens), max(plain.tokens))
-            yield Result(f"vllm_generate_{name}_cpu", "ms/1000 tokens", min(rates.cpu), min(plain.cpu))
+        for tokens in (SHORT_TOKENS, TOKENS):
+            async for result in _generate_figures(engine, backend, stub, rounds, tokens):
+                yield result
+
+        killed = time.perf_counter()
+        os.kill(core, signal.SIGKILL)
+        async for told in stub.WatchReplicas(pb.WatchReplicasRequest(run_id=RUN)):
+            if any(replica.health == pb.REPLICA_HEALTH_DEAD for replica in told.changed):
+                break
+        yield Result("vllm_idle_death", "ms", (time.perf_counter() - killed) * 1e3, 0.0, MOST_DEATH_MS)
+
+
+async def _generate_figures(
+    engine: Any, backend: GuardedBackend, stub: Any, rounds: int, tokens: int
+) -> AsyncIterator[Result]:
+    plain, through, below = Rates(tokens), Rates(tokens), Rates(tokens)
+    for number in range(rounds):
+        ways = [
+            (plain, lambda number=number: _generate_directly(engine, f"direct-{tokens}-{number}", tokens)),
+            (below, lambda number=number: _generate_below(backend, f"below-{tokens}-{number}", tokens)),
+            (through, lambda number=number: _generate_through(stub, f"through-{tokens}-{number}", tokens)),
+        ]
+        for rates, work in ways if number % 2 else reversed(ways):
+            await rates.add(work)
+    short = "_short" if tokens == SHORT_TOKENS else ""
+    for name, rates in (("backend", below), ("controller", through)):
+        value, baseline = max(rates.rates), max(plain.rates)
+        limit = None if short else LEAST_SHARE * baseline
+        yield Result(f"vllm_generate_{name}{short}", "tokens/s", value, baseline, limit, at_least=True)
+        yield Result(f"vllm_generate_{name}{short}_cpu", "ms/1000 tokens", min(rates.cpu), min(plain.cpu))
+
+
+def _children() -> dict[int, bool]:
+    """The processes that this one has started, and whether each has some of its own."""
+    import psutil
+
+    return {child.pid: bool(child.children()) for child in psutil.Process().children()}
 
 
 @dataclass
 class Rates:
     """Rounds of generation: tokens per second, and processor milliseconds per 1000 tokens."""
 
-    tokens: list[float] = field(default_factory=list)
+    tokens: int
+    """Of each stream."""
+    rates: list[float] = field(default_factory=list)
     cpu: list[float] = field(default_factory=list)
 
     async def add(self, work: Work) -> None:
         """Measure a round."""
         cpu = time.process_time()
-        self.tokens.append(STREAMS * TOKENS / await _timed(work))
-        self.cpu.append((time.process_time() - cpu) * 1e6 / (STREAMS * TOKENS))
+        self.rates.append(STREAMS * self.tokens / await _timed(work))
+        self.cpu.append((time.process_time() - cpu) * 1e6 / (STREAMS * self.tokens))
 
 
 def _turns(
@@ -187,16 +229,23 @@ async def _timed(work: Callable[[], Awaitable[object]]) -> float:
     return time.perf_counter() - began
 
 
-def _median_ms(times: list[float]) -> float:
-    return statistics.median(times) * 1e3
+def _added(name: str, ours: list[float], direct: list[float]) -> Result:
+    value, baseline = statistics.median(ours) * 1e3, statistics.median(direct) * 1e3
+    return Result(name, "ms", value, baseline, baseline + MOST_ADDED_MS)
 
 
-async def _generate_directly(engine: Any, prefix: str) -> None:
+async def _reset_all(engine: Any) -> None:
+    await engine.reset_prefix_cache(True, True)
+    await engine.reset_mm_cache()
+    await engine.reset_encoder_cache()
+
+
+async def _generate_directly(engine: Any, prefix: str, wanted: int) -> None:
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     async def one(number: int) -> None:
         params = SamplingParams(
-            max_tokens=TOKENS,
+            max_tokens=wanted,
             temperature=1.0,
             seed=number,
             ignore_eos=True,
@@ -207,18 +256,18 @@ async def _generate_directly(engine: Any, prefix: str) -> None:
         tokens = 0
         async for output in engine.generate({"prompt_token_ids": list(PROMPT)}, params, f"{prefix}-{number}"):
             tokens += len(output.outputs[0].token_ids)
-        assert tokens == TOKENS
+        assert tokens == wanted
 
     await asyncio.gather(*(one(number) for number in range(STREAMS)))
 
 
-async def _generate_below(backend: GuardedBackend, prefix: str) -> None:
+async def _generate_below(backend: GuardedBackend, prefix: str, wanted: int) -> None:
     async def one(number: int) -> None:
         request = EngineRequest(
             f"{prefix}-{number}",
             PROMPT,
             Stretches(),
-            TOKENS,
+            wanted,
             Sampling(seed=number, logprobs=True),
             delta_tokens=64,
             delta_interval=0.5,
@@ -226,18 +275,18 @@ async def _generate_below(backend: GuardedBackend, prefix: str) -> None:
         tokens = 0
         async for output in backend.generate(request):
             tokens += len(output.token_ids)
-        assert tokens == TOKENS
+        assert tokens == wanted
 
     await asyncio.gather(*(one(number) for number in range(STREAMS)))
 
 
-async def _generate_through(stub: Any, prefix: str) -> None:
+async def _generate_through(stub: Any, prefix: str, wanted: int) -> None:
     async def one(number: int) -> None:
         request = pb.GenerateRequest(
             run_id=RUN,
             request_id=f"{prefix}-{number}",
             prompt_token_ids=PROMPT,
-            max_tokens=TOKENS,
+            max_tokens=wanted,
             sampling=pb.Sampling(seed=number, logprobs=True),
         )
         tokens = 0
@@ -247,6 +296,6 @@ async def _generate_through(stub: Any, prefix: str) -> None:
                     tokens += len(response.delta.token_ids)
                 case "done":
                     tokens += len(response.done.rest.token_ids)
-        assert tokens == TOKENS
+        assert tokens == wanted
 
     await asyncio.gather(*(one(number) for number in range(STREAMS)))
