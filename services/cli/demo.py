@@ -22,6 +22,7 @@ from services.cli.examples import with_examples
 from services.cli.failures import CommandFailed, Misconfigured
 from services.cli.report import check_output, write_report
 from services.cli.running import run_async
+from services.cli.targets import forget_security
 from services.demo.comparison import Comparison, compare
 from services.demo.events import Event
 from services.demo.job import SMALLEST_TIME_SCALE, Job
@@ -119,6 +120,7 @@ def demo(
     as_json: bool,
 ) -> None:
     """Run the demo."""
+    forget_security()
     _check_policy(policy)
     if report is not None:
         check_output(report)

@@ -22,6 +22,7 @@ from rich.table import Table
 from services.cli.examples import with_examples
 from services.cli.failures import CommandFailed, Misconfigured
 from services.cli.running import run_async
+from services.cli.targets import forget_security
 from services.demo.events import Event
 from services.demo.prompts import PromptsError
 from services.learner.figures import Figures, figures
@@ -97,6 +98,7 @@ def demo_vllm(
     as_json: bool,
 ) -> None:
     """Run the job."""
+    forget_security()
     if importlib.util.find_spec("vllm") is None:
         raise Misconfigured("vLLM is not installed here; 'make demo-vllm' installs one for the CPU and runs this")
     prompts_path = (prompts or sample_file()).absolute()

@@ -63,5 +63,11 @@ def security_options(function: F) -> F:
     return function
 
 
+def forget_security() -> None:
+    """Call services plainly, whatever the environment says: for what starts its own on loopback."""
+    for name in (*_SECURITY, "token"):
+        os.environ.pop(_security_variable(name), None)
+
+
 def _security_variable(name: str) -> str:
     return f"TURNOUT_{name.replace('-', '_').upper()}"

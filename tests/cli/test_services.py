@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from services.cli.targets import forget_security
 from tests.cli.helpers import alive, descendants, running, stop, turnout
 from turnout.buffer.v1 import buffer_pb2
-from turnout.client import BufferClient, SchedulerClient
+from turnout.client import BufferClient, ClientOptions, SchedulerClient, Security
 from turnout.scheduler.v1 import scheduler_pb2
 
 LINE = re.compile(r"turnout (buffer|engine|scheduler) listening on (\S+)")
@@ -185,3 +186,13 @@ def test_top_without_a_scheduler_says_so() -> None:
     assert done.returncode == 1
     assert done.stderr.startswith("turnout: the scheduler at 127.0.0.1:1: UNAVAILABLE")
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_demo_forgets_how_other_services_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own services are plain: a certificate or token for a cluster would only keep it away from them."""
+    for name in ("CA", "CERT", "KEY", "SERVER_NAME", "TOKEN", "TARGET_BUFFER"):
+        monkeypatch.setenv(f"TURNOUT_{name}", "x")
+    monkeypatch.setenv("TURNOUT_TOKEN_FILE", "")
+    forget_security()
+    assert ClientOptions().security == Security()
+    assert os.environ["TURNOUT_TARGET_BUFFER"] == "x"

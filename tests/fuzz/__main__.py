@@ -13,9 +13,9 @@ from tests.fuzz.attack import Findings, attack
 from tests.fuzz.scene import SERVICES, scene
 
 
-async def _run(count: int, seed: int, services: list[str]) -> list[Findings]:
+async def _run(count: int, seed: int, services: list[str], unlocked: bool) -> list[Findings]:
     with tempfile.TemporaryDirectory(prefix="turnout-fuzz-") as directory:
-        async with scene(Path(directory)) as place:
+        async with scene(Path(directory), unlocked=unlocked) as place:
             return await attack(place, count, seed, lambda line: print(line, flush=True), *services)
 
 
@@ -24,11 +24,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="make fuzz")
     parser.add_argument("--calls", type=int, default=10_000, help="calls to each service (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=None, help="brings an attack back; default: a new one, printed")
+    parser.add_argument("--unlocked", action="store_true", help="the services ask for no token")
     parser.add_argument("services", nargs="*", choices=[*SERVICES, []], help="services to attack (default: all)")
     given = parser.parse_args()
     seed = secrets.randbelow(2**32) if given.seed is None else given.seed
     print(f"seed {seed}", flush=True)
-    found = asyncio.run(_run(given.calls, seed, given.services or list(SERVICES)))
+    found = asyncio.run(_run(given.calls, seed, given.services or list(SERVICES), given.unlocked))
     for findings in found:
         for problem in findings.wrong:
             print(f"{findings.service}: {problem}")

@@ -136,7 +136,7 @@ class Attack:
             await wire.send(self._scene.target(self._service), data)
             return ""
         count = rng.randint(0, 4) if call.streams_in else 1
-        if rng.random() < 0.5:
+        if rng.random() < 0.5 or self._scene.unlocked:
             messages = [random_bytes(rng, good) for _ in range(count)]
             return await self._shoot(line, _Shot(call, messages, tokens.all(Role.OPERATOR), False))
         messages = [rng.choice((good, random_bytes(rng, good))) for _ in range(count)]

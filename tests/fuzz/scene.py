@@ -48,6 +48,8 @@ class Scene:
     scheduler: AsyncSchedulerClient
     said: list[str] = field(default_factory=list)
     """What the services wrote to stderr."""
+    unlocked: bool = False
+    """Whether the services ask for no token."""
 
     def target(self, service: str) -> str:
         """Where a service listens."""
@@ -148,14 +150,15 @@ def _without_times(message: Message) -> None:
 
 
 @asynccontextmanager
-async def scene(directory: Path) -> AsyncIterator[Scene]:
-    """Start the services, and fill them."""
+async def scene(directory: Path, *, unlocked: bool = False) -> AsyncIterator[Scene]:
+    """Start the services, and fill them; `unlocked` ones ask for no token."""
     tokens = Tokens(directory / "tokens.yaml", RUN)
     held = directory / "service.token"
     held.write_text(tokens.all(Role.SERVICE))
-    common = ["--listen", "127.0.0.1:0", "--tokens-file", str(tokens.write()), "--log-level", "warning"]
-    # An attack that is slowed down finds less.
-    common += ["--token-calls-per-s", "1000000"]
+    common = ["--listen", "127.0.0.1:0", "--log-level", "warning"]
+    if not unlocked:
+        # An attack that is slowed down finds less.
+        common += ["--tokens-file", str(tokens.write()), "--token-calls-per-s", "1000000"]
     calling = ("--peer-token-file", str(held), "--peer-timeout-s", "2")
     more = {"buffer": (), "engine": ("--run", RUN, *calling[:2]), "scheduler": calling}
     said: list[str] = []
@@ -176,7 +179,7 @@ async def scene(directory: Path) -> AsyncIterator[Scene]:
             AsyncEngineClient(by_name["engine"].target, options) as engine,
             AsyncSchedulerClient(by_name["scheduler"].target, options) as scheduler,
         ):
-            made = Scene(by_name, tokens, buffer, engine, scheduler, said)
+            made = Scene(by_name, tokens, buffer, engine, scheduler, said, unlocked)
             await made.fill()
             await made.open_run()
             yield made
