@@ -77,10 +77,11 @@ def _lends(lends: Sequence[Lend], step: StepAccount) -> Iterator[Lend]:
 
 def _worth(lend: Lend) -> str:
     served = duration(lend.served_s or 0.0)
-    net = "" if lend.net_s is None else f", saved at most {lend.net_s:.0f} s"
+    tokens = "" if lend.brought is None else f"{lend.brought.decoded_tokens:,} tokens decoded, "
+    net = "" if lend.saved_s is None else f", saved at most {lend.saved_s:.0f} s"
     gained = "" if lend.gained_s is None else f", {_against(lend.gained_s)} than the predicted wait without it"
     switching = f"{lend.switch_s:.1f} s of switching"
-    return f"lent {lend.kind} for {served}: {lend.decoded:,} tokens decoded, {switching}{net}{gained}"
+    return f"lent {lend.kind} for {served}: {tokens}{switching}{net}{gained}"
 
 
 def _against(gained_s: float) -> str:

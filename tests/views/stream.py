@@ -19,6 +19,8 @@ class Stream:
         self.now = 0.0
         self.random = random.Random(seed)
         self.mode = TRAINER
+        self._lent_at = 0.0
+        self._lend: tuple[str, float, float] | None = None
         self._tokens = {f"{role}-{n}": 0 for role, count in (("standalone", 2), ("hybrid", 4)) for n in range(count)}
 
     def tell(self, **event: object) -> None:
@@ -57,16 +59,35 @@ class Stream:
         self.go(LENDING)
         self.wait(cost_s)
         self.go(ROLLOUT)
-        self.tell(
-            lend_done=events_pb2.LendDone(lend_id=f"l{self.now:.0f}", kind=kind, cost_seconds=cost_s, counted=True)
-        )
+        self._lend, self._lent_at = (f"l{self.now:.0f}", cost_s, 0.0), self.now
+        self.tell(lend_done=events_pb2.LendDone(lend_id=self._lend[0], kind=kind, cost_seconds=cost_s, counted=True))
 
     def reclaim(self, cost_s: float = 5.0) -> None:
         """Take back."""
+        if self._lend is not None:
+            self._lend = (self._lend[0], self._lend[1] + cost_s, self.now - self._lent_at)
         self.go(RECLAIMING)
         self.wait(cost_s)
         self.go(TRAINER)
         self.tell(reclaim_done=events_pb2.ReclaimDone(cost_seconds=cost_s, counted=True))
+
+    def settle(self) -> None:
+        """Tell what the lend that is over brought: four hybrids at the speed of the two standalone ones."""
+        assert self._lend is not None
+        lend_id, switch_s, served_s = self._lend
+        self._lend = None
+        self.tell(
+            lend_goodput=events_pb2.LendGoodput(
+                lend_id=lend_id,
+                decoded_tokens=round(16_000 * served_s),
+                delivered_tokens=round(9_000 * served_s),
+                switch_seconds=switch_s,
+                saved_at_most_seconds=2 * served_s - switch_s,
+                lost_seconds=switch_s + 10.0,
+                predicted_alone_seconds=40.0,
+                gained_seconds=30.0 - switch_s,
+            )
+        )
 
 
 def decision(
@@ -105,7 +126,8 @@ def _step(stream: Stream, step: int, *, last: bool) -> None:
     groups = [f"g{step}-{n}" for n in range(64)]
     stream.tell(step_began=events_pb2.StepBegan(step=step))
     stream.tell(groups_added=events_pb2.GroupsAdded(group_ids=groups, born_step=step, group_sizes=[8] * 64))
-    if stream.mode == ROLLOUT:
+    lent = stream.mode == ROLLOUT
+    if lent:
         for sampleable in range(8, 41, 4):
             stream.wait(draw.uniform(2, 9))
             stream.tell(depth_observed=events_pb2.DepthObserved(step=step, sampleable=sampleable, in_flight=60))
@@ -128,6 +150,8 @@ def _step(stream: Stream, step: int, *, last: bool) -> None:
         depth = events_pb2.DepthObserved(step=step, sampleable=40 - 8 * mini_batch, in_flight=60)
         stream.tell(depth_observed=depth)
     stream.tell(step_ended=events_pb2.StepEnded(step=step))
+    if lent:
+        stream.settle()
     lends = not last and step % 3 != 0
     action = events_pb2.DECISION_ACTION_LEND if lends else events_pb2.DECISION_ACTION_KEEP
     reason = "The next step would wait 92 s for rollouts; lending ends it 40 s sooner."

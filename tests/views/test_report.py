@@ -43,36 +43,27 @@ def test_lends_are_followed_from_the_order_to_the_return(account: RunAccount) ->
         assert lend.served_s is not None
         assert lend.back_at is not None
         assert lend.back_at - lend.served_at == pytest.approx(lend.served_s + lend.reclaim_s)
-        # Four hybrid replicas at 4 000 tokens/s, and half as many standalone ones at the same speed.
-        assert lend.decoded == pytest.approx(16_000 * lend.served_s, rel=0.01)
-        assert lend.net_s == pytest.approx(2 * lend.served_s - lend.switch_s, rel=0.02)
+        assert lend.brought is not None
+        assert lend.brought.decoded_tokens == pytest.approx(16_000 * lend.served_s, rel=0.01)
+        assert lend.saved_s == pytest.approx(2 * lend.served_s - lend.switch_s, rel=0.02)
+        assert lend.gained_s == pytest.approx(30 - lend.switch_s)
     assert [step.reclaimed_at_depth for step in account.steps] == [40, 40, 40, None, 40, 40]
 
 
-def test_a_lend_shorter_than_two_readings_still_has_its_tokens() -> None:
-    """Readings come every few seconds; what was decoded between the last before and the first after counts."""
+def test_a_lend_that_nothing_was_told_of_yet_claims_nothing() -> None:
+    """What it brought is known when its step is over; a report of before must not make it up."""
     stream = Stream()
-    stream.wait(30)
     stream.lend(events_pb2.LEND_KIND_STEP_END)
-    stream.wait(4)
-    stream.events.pop()
+    stream.wait(20)
     stream.reclaim()
-    stream.wait(10)
+    account = account_of(stream.events)
+    (lend,) = account.lends
+    assert (lend.brought, lend.saved_s, lend.gained_s) == (None, None, None)
+    assert "still lent" not in render(account, "run")
+    stream.settle()
     (lend,) = account_of(stream.events).lends
-    assert lend.decoded == pytest.approx(16_000 * 4)
-
-
-def test_a_replica_that_restarted_is_not_counted_backwards() -> None:
-    """Its counter begins at zero again."""
-    stream = Stream()
-    stream.wait(30)
-    stream.lend(events_pb2.LEND_KIND_STEP_END)
-    stream.wait(10)
-    stream._tokens["hybrid-0"] = 0
-    stream.wait(10)
-    stream.reclaim()
-    (lend,) = account_of(stream.events).lends
-    assert 16_000 * 20 >= lend.decoded >= 12_000 * 20
+    assert lend.brought is not None
+    assert lend.brought.decoded_tokens == 16_000 * 20
 
 
 def test_predictions_meet_what_came(account: RunAccount) -> None:

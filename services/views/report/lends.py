@@ -1,16 +1,11 @@
 """What each lend cost and what it brought; pure.
 
-Invariants: tokens on lent GPUs are counted from the last reading before the lend, as asleep they decode nothing, to the
-last before the next one; a replica that restarted counts from zero again, and its lost count is left out.
-
-Formula: the net seconds of a lend are the time that the standalone replicas alone would have needed for the tokens
-decoded on lent GPUs, at their own speed during that lend, less the seconds in which the switch kept the trainer. They
-are an upper bound of what the job gained: a token that nobody waited for gained nothing.
+Invariant: what a lend brought is what the scheduler told of it once it was known; nothing is counted a second time.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from services.views.run_state import mode_name
 from turnout.scheduler.v1 import events_pb2
@@ -24,27 +19,9 @@ _KINDS = {
 
 
 @dataclass(slots=True)
-class _Pool:
-    first: dict[str, int] = field(default_factory=dict)
-    last: dict[str, int] = field(default_factory=dict)
-
-    def read(self, replica_id: str, tokens: int) -> None:
-        before = self.last.get(replica_id, self.first.get(replica_id))
-        if before is None or tokens < before:
-            self.first[replica_id] = 0 if before is not None else tokens
-        self.last[replica_id] = tokens
-
-    @property
-    def tokens(self) -> int:
-        return sum(last - self.first[name] for name, last in self.last.items())
-
-
-@dataclass(slots=True)
 class Lend:
     """served_at: when the replicas began to serve. back_at: when the trainer was sure of its GPUs, None while lent.
-    delivered: tokens of trajectories that ended on lent GPUs. first_read, last_read: the readings that the speed of the
-    standalone replicas is taken from.
-    settled: the scheduler's own account, once it told."""
+    brought: the scheduler's account of it, None before it told."""
 
     lend_id: str
     kind: str
@@ -53,23 +30,13 @@ class Lend:
     back_at: float | None = None
     reclaim_s: float = 0.0
     ordered_back_at: float | None = None
-    delivered: int = 0
-    hybrid: _Pool = field(default_factory=_Pool)
-    standalone: _Pool = field(default_factory=_Pool)
-    first_read: float | None = None
-    last_read: float | None = None
-    settled: events_pb2.LendGoodput | None = None
-
-    @property
-    def decoded(self) -> int:
-        """Tokens decoded on lent GPUs."""
-        return self.hybrid.tokens
+    brought: events_pb2.LendGoodput | None = None
 
     @property
     def gained_s(self) -> float | None:
         """Seconds gained against the wait that was predicted without the lend, lost if negative; None if unknown."""
-        settled = self.settled
-        return settled.gained_seconds if settled is not None and settled.HasField("gained_seconds") else None
+        brought = self.brought
+        return brought.gained_seconds if brought is not None and brought.HasField("gained_seconds") else None
 
     @property
     def served_s(self) -> float | None:
@@ -82,13 +49,11 @@ class Lend:
         return self.cost_s + self.reclaim_s
 
     @property
-    def net_s(self) -> float | None:
-        """See the module; None where the standalone replicas' speed is not known."""
-        read_s = (self.last_read or 0.0) - (self.first_read or 0.0)
-        alone = self.standalone.tokens
-        if read_s <= 0 or alone <= 0:
-            return None
-        return self.decoded / (alone / read_s) - self.switch_s
+    def saved_s(self) -> float | None:
+        """Seconds that the job gained at most, lost if negative; None if unknown."""
+        brought = self.brought
+        known = brought is not None and brought.HasField("saved_at_most_seconds")
+        return brought.saved_at_most_seconds if brought is not None and known else None
 
 
 class Lends:
@@ -96,8 +61,6 @@ class Lends:
 
     def __init__(self) -> None:
         self.all: list[Lend] = []
-        self._latest: events_pb2.ReplicaCounters | None = None
-        self._latest_at: float | None = None
 
     @property
     def _open(self) -> Lend | None:
@@ -117,37 +80,14 @@ class Lends:
                 self._settle(event.lend_goodput)
             case "mode_changed" if lend is not None and mode_name(event.mode_changed.to) == "RECLAIMING":
                 lend.ordered_back_at = event.at
-            case "replica_counters":
-                self._latest, self._latest_at = event.replica_counters, event.at
-                if self.all:
-                    self._read(self.all[-1])
-            case "trajectory_finished" if lend is not None and event.trajectory_finished.on_hybrid:
-                lend.delivered += event.trajectory_finished.length
             case _:
                 return
 
     def _begin(self, at: float, done: events_pb2.LendDone) -> None:
-        lend = Lend(done.lend_id, _KINDS.get(done.kind, "unknown"), at, done.cost_seconds, first_read=self._latest_at)
-        for reading in self._latest.replicas if self._latest is not None else ():
-            if reading.HasField("hybrid"):
-                (lend.hybrid if reading.hybrid else lend.standalone).first[reading.replica_id] = reading.decoded_tokens
-        self.all.append(lend)
+        self.all.append(Lend(done.lend_id, _KINDS.get(done.kind, "unknown"), at, done.cost_seconds))
 
     def _settle(self, told: events_pb2.LendGoodput) -> None:
         for lend in reversed(self.all):
             if lend.lend_id == told.lend_id:
-                lend.settled = told
+                lend.brought = told
                 break
-
-    def _read(self, lend: Lend) -> None:
-        assert self._latest is not None
-        # Speeds are those during the lend; of one too short for a reading, those until the next.
-        speeds = lend.ordered_back_at is None or lend.last_read is None
-        for reading in self._latest.replicas:
-            if reading.hybrid:
-                lend.hybrid.read(reading.replica_id, reading.decoded_tokens)
-            elif speeds and reading.HasField("hybrid"):
-                lend.standalone.read(reading.replica_id, reading.decoded_tokens)
-        if speeds:
-            lend.first_read = self._latest_at if lend.first_read is None else lend.first_read
-            lend.last_read = self._latest_at

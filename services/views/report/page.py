@@ -63,8 +63,8 @@ def _tiles(account: RunAccount) -> list[tuple[str, str, str]]:
     """Name, value and explanation of each figure at the top."""
     lends = [lend for lend in account.lends if lend.served_s is not None]
     switch_s = sum(lend.switch_s for lend in account.lends)
-    decoded = sum(lend.decoded for lend in account.lends)
-    nets = [lend.net_s for lend in lends if lend.net_s is not None]
+    decoded = sum(lend.brought.decoded_tokens for lend in account.lends if lend.brought is not None)
+    nets = [lend.saved_s for lend in lends if lend.saved_s is not None]
     done = sum(step.ended_at is not None for step in account.steps)
     tiles = [
         ("run time", duration(account.seconds), "From the first event kept to the last, on the run's own clock."),
@@ -77,7 +77,7 @@ def _tiles(account: RunAccount) -> list[tuple[str, str, str]]:
         ("lends", f"{len(account.lends)}", "Completed, the one at the start included."),
         ("lent", duration(sum(lend.served_s or 0.0 for lend in lends)), "Time in which lent GPUs served."),
         ("switching", duration(switch_s), "Lends and reclaims, all together."),
-        ("decoded on lent GPUs", _count(decoded), "Tokens, counted between readings of the engines."),
+        ("decoded on lent GPUs", _count(decoded), "Tokens, as the scheduler told of each lend after its step."),
     ]
     if any(step.recomputed or step.blackout_s for step in account.steps):
         recomputed = sum(step.recomputed for step in account.steps)
