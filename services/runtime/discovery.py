@@ -1,7 +1,8 @@
 """Where metrics are served: this service's own place and those that it knows of, for Prometheus' HTTP discovery.
 
-Invariants: what is listed serves metrics over HTTP; a peer that does not answer, or does not say where, is left out and
-keeps nobody waiting for longer than `ASK_S`. Peers are asked on the event loop that owns their channels.
+Invariants: what is listed serves metrics over HTTP, or did so before it went away; a peer that never answered is left
+out, and one that does not answer keeps nobody waiting for longer than `ASK_S`. Peers are asked on the event loop that
+owns their channels.
 """
 
 from __future__ import annotations
@@ -68,20 +69,29 @@ class Discovery:
         return json.dumps([target.to_dict() for target in targets]).encode()
 
 
-async def metrics_url(channel: grpc.aio.Channel, target: str) -> str | None:
-    """Where the service behind `channel`, reached as `target`, serves metrics for others; None if it does not say.
+class MetricsPlace:
+    """Where one peer serves its metrics, as it tells by its health.
 
-    As http://HOST:PORT, or https://.
+    While it is away the last that it told counts: a target that leaves the list raises no alarm.
     """
-    stub: Any = health_pb2_grpc.HealthStub(channel)
-    call = stub.Check(health_pb2.HealthCheckRequest(), timeout=ASK_S)
-    try:
-        await call
-        metadata = await call.trailing_metadata()
-    except grpc.aio.AioRpcError:
-        return None
-    told = dict(metadata).get(METRICS)
-    return None if told is None else as_reached(str(told), target)
+
+    def __init__(self, channel: grpc.aio.Channel, target: str) -> None:
+        """`channel` reaches it as `target`."""
+        self._channel = channel
+        self._target = target
+        self._last: str | None = None
+
+    async def url(self) -> str | None:
+        """The place, for others than itself, as http://HOST:PORT or https://; None if it never said."""
+        stub: Any = health_pb2_grpc.HealthStub(self._channel)
+        call = stub.Check(health_pb2.HealthCheckRequest(), timeout=ASK_S)
+        try:
+            await call
+            told = dict(await call.trailing_metadata()).get(METRICS)
+        except grpc.aio.AioRpcError:
+            return self._last
+        self._last = None if told is None else as_reached(str(told), self._target)
+        return self._last
 
 
 def as_reached(told: str, target: str) -> str | None:

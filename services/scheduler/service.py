@@ -15,7 +15,7 @@ from services.runtime.host import Build, HostContext, HostedService, ServiceHost
 from services.runtime.journal import JournalOptions
 from services.runtime.journal.metrics import JournalMetrics
 from services.scheduler import policies
-from services.scheduler.discovery import peers_of
+from services.scheduler.discovery import Peers
 from services.scheduler.domain.config import PolicyFactory
 from services.scheduler.domain.holdings import Holdings
 from services.scheduler.hosted import Tools
@@ -55,7 +55,8 @@ class SchedulerService(HostedService):
         """Load what is stored, and go on with it. Raises StartError."""
         context = self._context
         context.metrics.register(RunStates(lambda: [hosted.run for hosted in self.registry.present], context.clock))
-        context.discovery.add(lambda: peers_of(self.registry.present, self._links))
+        peers = Peers(self._links)
+        context.discovery.add(lambda: peers.targets(self.registry.present))
         if self.keeper is not None:
             try:
                 await self.keeper.open()

@@ -164,8 +164,17 @@ async def test_http_sd_lists_services_and_replicas(tmp_path: Path) -> None:
         assert await _list(house.buffer) == [{"targets": [_place(house.buffer)], "labels": {"service": "buffer"}}]
 
 
-async def test_http_sd_leaves_out_a_peer_that_does_not_answer(tmp_path: Path) -> None:
-    """One peer that hangs must not cost Prometheus the whole list."""
+async def test_http_sd_keeps_a_peer_that_went_away(tmp_path: Path) -> None:
+    """A service that dies has to stay a target: one that leaves the list is down without any alarm."""
+    async with services(tmp_path) as house, job(house.targets, 1):
+        before = [await _list(host) for host in (house.scheduler, house.engine)]
+        await house.agent.stop(0)
+        await house.buffer.stop(0)
+        assert [await _list(host) for host in (house.scheduler, house.engine)] == before
+
+
+async def test_http_sd_leaves_out_a_peer_that_never_answered(tmp_path: Path) -> None:
+    """One peer that is away must not cost Prometheus the whole list."""
     async with services(tmp_path) as house, job(house.targets, 1):
         await house.agent.stop(0)
         assert [group["labels"]["service"] for group in await _list(house.engine)] == ["engine"]

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
-from services.processes.child import ChildSpec
+from services.processes.child import Child, ChildSpec
 from services.processes.fleet import Fleet
 from services.processes.service import service_spec
 from tests.observability.loop import AGENT_ARGUMENTS, LOCAL, ROLES, RUN, SCALE, Targets, job, step_of
@@ -107,8 +107,8 @@ def test_promtool_accepts(arguments: tuple[str, ...]) -> None:
 
 
 @asynccontextmanager
-async def _processes(folder: Path) -> AsyncIterator[tuple[Targets, dict[str, str]]]:
-    """The services as processes; their targets, and where each serves metrics."""
+async def _processes(folder: Path) -> AsyncIterator[tuple[Targets, dict[str, str], Child]]:
+    """The services as processes: their targets, where each serves metrics, and the buffer's process."""
     both = re.compile(r"^turnout \S+ (?:listening on |metrics on http://)(?P<target>[^/\s]+)(?:/metrics)?$")
 
     def spec(service: str, name: str, *arguments: str) -> ChildSpec:
@@ -125,7 +125,7 @@ async def _processes(folder: Path) -> AsyncIterator[tuple[Targets, dict[str, str
     async with Fleet() as fleet:
         children = await fleet.start_all(*specs)
         targets = Targets(*(child.targets[0] for child in children))
-        yield targets, {child.spec.name: child.targets[1] for child in children}
+        yield targets, {child.spec.name: child.targets[1] for child in children}, children[0]
 
 
 def _config(metrics: dict[str, str]) -> str:
@@ -158,7 +158,7 @@ async def test_every_query_of_the_dashboard_answers(tmp_path: Path) -> None:
     folder = tmp_path / "prometheus"
     folder.mkdir()
     async with (
-        _processes(tmp_path) as (targets, metrics),
+        _processes(tmp_path) as (targets, metrics, _),
         prometheus(_config(metrics), folder) as server,
         # This policy predicts, so what it predicted can be compared.
         job(targets, 10_000, "jit") as hooks,
@@ -179,3 +179,29 @@ async def test_every_query_of_the_dashboard_answers(tmp_path: Path) -> None:
         assert {rule["health"] for rule in rules} == {"ok"}, rules
         assert [rule["name"] for rule in rules if rule["state"] == "firing"] == []
         assert {one["metric"]["run_id"] for one in await server.query("turnout_run_open")} == {RUN}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+async def test_a_service_that_is_killed_raises_its_alarm(tmp_path: Path) -> None:
+    """Discovery, scraping and rule together: each may be right, and the alarm still not come."""
+    need("prometheus")
+    folder = tmp_path / "prometheus"
+    folder.mkdir()
+
+    async def until(query: str) -> None:
+        async with asyncio.timeout(LONGEST_S):
+            while not await server.query(query):  # noqa: ASYNC110 - Prometheus has to be asked
+                await asyncio.sleep(0.5)
+
+    async with (
+        _processes(tmp_path) as (targets, metrics, buffer),
+        prometheus(_config(metrics), folder) as server,
+        job(targets, 1),
+    ):
+        await until('up{service="buffer"} == 1')
+        assert await server.query("ALERTS") == []
+        buffer.process.kill()
+        await until('ALERTS{alertname="TurnoutServiceDown", service="buffer", alertstate="pending"}')
+        # By now both lists were read again, several times: it is still a target.
+        await until('count_over_time(up{service="buffer"}[15s]) >= 12 and up{service="buffer"} == 0')

@@ -23,7 +23,7 @@ from services.engine.wire.enums import CACHES, LEVELS, OUTCOME_KINDS, PAUSE_MODE
 from services.engine.wire.operations import read_failure, read_shards, write_duration
 from services.engine.wire.replicas import health_name, read_state
 from services.engine.wire.requests import read_output, write_engine_request
-from services.runtime.discovery import metrics_url
+from services.runtime.discovery import MetricsPlace
 from services.runtime.errors import TurnoutError, invalid_argument, not_found
 from services.runtime.peers import open_peer
 from services.runtime.statuses import from_rpc_error
@@ -43,10 +43,10 @@ class Agent:
 
     def __init__(self, target: str, security: Security) -> None:
         self.users = 0
-        self._target = target
         self._control, self._data = open_peer(target, security), open_peer(target, security)
         self.control = engine_pb2_grpc.EngineControllerStub(self._control.stubs)
         self.data = engine_pb2_grpc.EngineControllerStub(self._data.stubs)
+        self.metrics = MetricsPlace(self._control.stubs, target)
         # Its type stubs know no asyncio.
         self.health: Any = health_pb2_grpc.HealthStub(self._control.stubs)
         self._reading: asyncio.Future[pb.ProgressReport] | None = None
@@ -67,10 +67,6 @@ class Agent:
         self._reading = None
         if not reading.cancelled():
             reading.exception()
-
-    async def metrics_url(self) -> str | None:
-        """Where it serves metrics for others, as http://HOST:PORT; None if it does not say."""
-        return await metrics_url(self._control.stubs, self._target)
 
     async def close(self) -> None:
         """Close the channels."""
@@ -118,8 +114,8 @@ class AgentBackend:
         self._open_update = ""
 
     async def metrics_url(self) -> str | None:
-        """Where its agent serves metrics for others, as http://HOST:PORT; None if it does not say."""
-        return await self._agent.metrics_url()
+        """Where its agent serves metrics for others, as http://HOST:PORT; None if it never said."""
+        return await self._agent.metrics.url()
 
     @property
     def _run_id(self) -> str:
