@@ -139,6 +139,19 @@ def test_an_upload_is_repeated_from_the_start_when_the_service_goes_away() -> No
         assert [frame.WhichOneof("frame") for frame in second] == ["header", "chunk", "end"]
 
 
+def test_weights_are_sent_again_when_the_controller_goes_away() -> None:
+    """A controller that is restarted in the middle of a move would otherwise end the training job."""
+    with fake("engine") as service, EngineClient(service.target, QUICK) as client:
+        service.script["UpdateWeights"] = in_turn(
+            failing(grpc.StatusCode.UNAVAILABLE, "DRAINING"),
+            lambda frames, context: engine_pb2.UpdateWeightsResponse(operation=engine_pb2.Operation(operation_id="o1")),
+        )
+        assert client.send_weights("r1", "u1", [b"ab", b"c"]).operation_id == "o1"
+        first, second = service.requests("UpdateWeights")
+        assert first == second
+        assert [frame.WhichOneof("frame") for frame in second] == ["header", "chunk", "end"]
+
+
 def test_a_torn_download_resumes_at_the_byte_where_it_was_cut() -> None:
     """Fetching 40 GB from the start after each cut never ends."""
     payloads = [b"first", b"second", b"third"]

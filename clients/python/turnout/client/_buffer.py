@@ -21,7 +21,7 @@ from turnout.client._link import Link, iterate_blocking, run_blocking
 from turnout.client._options import ClientOptions
 from turnout.client._payloads import INLINE_BYTES, Bytes, Download, join, put_frames, size_of
 from turnout.client._refills import PaysRefills, RefillFn, Refills
-from turnout.client._retry import Attempts, Outage
+from turnout.client._retry import Outage
 from turnout.client._waits import UNFINISHED, Arming, ProgressFn
 
 _log = logging.getLogger("turnout")
@@ -174,19 +174,11 @@ class AsyncBufferClient(AsyncClient):
 
     async def put_payload(self, run_id: str, data: Bytes | Sequence[Bytes]) -> buffer_pb2.PayloadRef:
         """Upload bytes, or a sequence of them; repeated from the start if the service goes away meanwhile."""
-        link, times = self.link, self.options.timeouts
-        attempts = Attempts(
-            self.options.retry, self._policy.rng, now=link.now(), total=times.transfer, attempt=times.transfer
-        )
-        while True:
-            try:
-                answer = await self.calls.PutPayload(put_frames(run_id, data), timeout=attempts.timeout(link.now()))
-                return answer.ref
-            except TurnoutError as error:
-                pause = attempts.pause(link.now(), error.retry_after) if is_retryable(error) else None
-                if pause is None:
-                    raise
-            await link.sleep(pause)
+
+        async def send(timeout: float) -> buffer_pb2.PayloadRef:
+            return (await self.calls.PutPayload(put_frames(run_id, data), timeout=timeout)).ref
+
+        return await self._upload(send)
 
     async def get_payloads(
         self,

@@ -6,15 +6,19 @@ Invariant: a client has one link, one policy and one source of randomness for al
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from turnout.client._calls import CallChannel, CallPolicy, seconds
+from turnout.client._errors import TurnoutError, is_retryable
 from turnout.client._link import AsyncLink, BlockingLink, Link, run_blocking
 from turnout.client._options import ClientOptions
 from turnout.client._refills import PaysRefills
+from turnout.client._retry import Attempts
 from turnout.client._waits import Arm, ProgressFn, follow, hold
+
+T = TypeVar("T")
 
 
 class AsyncClient:
@@ -46,6 +50,21 @@ class AsyncClient:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
+
+    async def _upload(self, send: Callable[[float], Awaitable[T]]) -> T:
+        """Send all of something, again from the start if the service goes away meanwhile; `send` gets the timeout."""
+        link, times = self.link, self.options.timeouts
+        attempts = Attempts(
+            self.options.retry, self._policy.rng, now=link.now(), total=times.transfer, attempt=times.transfer
+        )
+        while True:
+            try:
+                return await send(attempts.timeout(link.now()))
+            except TurnoutError as error:
+                pause = attempts.pause(link.now(), error.retry_after) if is_retryable(error) else None
+                if pause is None:
+                    raise
+            await link.sleep(pause)
 
     async def _hold(
         self,

@@ -142,7 +142,10 @@ class AsyncEngineClient(AsyncClient):
         wave_index: int = 0,
         info_json: str = "",
     ) -> engine_pb2.Operation:
-        """Move weights through the controller, in chunks with a checksum. Replicas that failed are in the operation."""
+        """Move weights through the controller, in chunks with a checksum. Replicas that failed are in the operation.
+
+        All is sent again if the controller goes away meanwhile.
+        """
         header = engine_pb2.UpdateWeightsHeader(
             run_id=run_id,
             epoch=epoch,
@@ -152,7 +155,11 @@ class AsyncEngineClient(AsyncClient):
             size=size_of(data),
             info_json=info_json,
         )
-        return (await self.calls.UpdateWeights(weight_frames(header, data))).operation
+
+        async def send(timeout: float) -> engine_pb2.Operation:
+            return (await self.calls.UpdateWeights(weight_frames(header, data), timeout=timeout)).operation
+
+        return await self._upload(send)
 
     async def watch_replicas(
         self, request: engine_pb2.WatchReplicasRequest
