@@ -91,7 +91,8 @@ class LastingTrainer(Trainer):
         self._step_now = step
         reporter.tell("step_began", step=step)
         await hooks.on_step_begin(step)
-        await self._add(step, job.warmup_groups + step * job.batch_size - self._added)
+        # What was added in place of evicted groups counts, too, so there may be more than the step wants.
+        await self._add(step, max(0, job.warmup_groups + step * job.batch_size - self._added))
         await hooks.prepare_step(step)
         for mini_batch in range(job.mini_batches - done):
             await hooks.on_sample_begin(step, mini_batch)
