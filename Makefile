@@ -86,8 +86,9 @@ test-clients: $(VENV)/.dev ## the clients in Go, TypeScript and C++, beside Pyth
 	@$(MAKE) --no-print-directory $(BUF)
 	$(BIN)/python -m pytest tests/clients_langs tests/examples
 
-test-deploy: $(VENV)/.dev $(PROMETHEUS)/usr/bin/prometheus ## alert rules and dashboard against a real Prometheus (fetches Debian's package into a folder here)
-	$(BIN)/python -m pytest tests/observability
+test-deploy: $(VENV)/.dev $(PROMETHEUS)/usr/bin/prometheus ## alert rules and dashboard against a real Prometheus, manifests against the schemas of Kubernetes (fetches Debian's package into a folder here)
+	$(PIP) install --quiet kubernetes-validate
+	$(BIN)/python -m pytest tests/observability tests/deploy
 
 lint: $(VENV)/.dev ## ruff: rules and format
 	$(BIN)/ruff check $(SOURCES)
