@@ -73,7 +73,9 @@ class Controller:
         faults = FAULTS if settings.fault_injection else frozenset()
         self.commands = Commands(fan_out, frozenset(settings.allow_method) | faults)
         self.updating = Updating(self.fleet, fan_out, self._updates, context.clock, prefix, self.book)
-        sinks: list[RouteSink] = [HttpHook(url, settings.route_hook_holds) for url in settings.route_hook]
+        sinks: list[RouteSink] = [
+            HttpHook(url, settings.route_hook_holds, settings.peer_context()) for url in settings.route_hook
+        ]
         if settings.verl_balancer:
             sinks.append(VerlBalancer(settings.verl_balancer, cluster))
         self.publisher = Publisher(self.fleet, sinks, context.tasks, lambda: (self.fence.run_id, self.incarnation))

@@ -25,7 +25,10 @@ class EngineService(HostedService):
     full_names = ("turnout.engine.v1.EngineController",)
 
     def __init__(self, context: HostContext, settings: EngineSettings, open_backend: OpenBackend | None) -> None:
-        self.controller = Controller(settings, context, open_backend)
+        try:
+            self.controller = Controller(settings, context, open_backend)
+        except OSError as error:
+            raise StartError(f"a file of peer_ca, peer_cert or peer_key cannot be used: {error}") from error
         self._context = context
         self.keeper: Keeper | None = None
         if settings.data_dir is not None:

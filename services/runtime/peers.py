@@ -6,6 +6,7 @@ with; a peer that went away is noticed within 15 s, one that came back is found 
 
 from __future__ import annotations
 
+import ssl
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self
@@ -15,7 +16,7 @@ from pydantic import Field, model_validator
 
 from services.runtime.config import ServiceSettings
 from services.runtime.errors import failed_precondition
-from turnout.channels import Security, SecurityError, bind, channel_options, connect
+from turnout.channels import SYSTEM, Security, SecurityError, bind, channel_options, connect
 
 MAX_MESSAGE_BYTES: Final = 64 << 20
 """An output of some million tokens, or the replicas and progress of a large run, pass the 4 MiB of gRPC's default."""
@@ -59,6 +60,13 @@ class PeerSettings(ServiceSettings):
             token_file=self.peer_token_file,
             insecure=self.insecure,
         )
+
+    def peer_context(self) -> ssl.SSLContext:
+        """TLS of the calls to others that are HTTP. Raises OSError: a file cannot be used."""
+        context = ssl.create_default_context(cafile=None if self.peer_ca in (None, SYSTEM) else self.peer_ca)
+        if self.peer_cert is not None and self.peer_key is not None:
+            context.load_cert_chain(self.peer_cert, self.peer_key, password="")
+        return context
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ one incarnation rise; a receiver that got a higher one drops a lower one, which 
 
 from __future__ import annotations
 
+import ssl
 from typing import Final
 
 import httpx
@@ -19,14 +20,12 @@ CONNECT_S: Final = 1.0
 
 
 class HttpHook:
-    """A URL that takes memberships. `holds` is declared by whoever configures it."""
+    """A URL that takes memberships. `holds` is declared by whoever configures it; `tls` counts for https."""
 
-    def __init__(self, url: str, holds: bool, transport: httpx.AsyncBaseTransport | None = None) -> None:
+    def __init__(self, url: str, holds: bool, tls: ssl.SSLContext) -> None:
         self.name = url
         self.holds = holds
-        self._client = httpx.AsyncClient(
-            transport=transport, timeout=httpx.Timeout(None, connect=CONNECT_S), trust_env=False
-        )
+        self._client = httpx.AsyncClient(verify=tls, timeout=httpx.Timeout(None, connect=CONNECT_S), trust_env=False)
 
     async def push(self, membership: Membership) -> None:
         body = {

@@ -4,10 +4,11 @@ One place for the Python client and for the services, which are each other's cli
 """
 
 from turnout.channels._open import bind, channel_options, connect, metadata_of
-from turnout.channels._security import Security, SecurityError
+from turnout.channels._security import SYSTEM, Security, SecurityError
 from turnout.channels._targets import host_of, is_local, proxy_hint, proxy_variable
 
 __all__ = [
+    "SYSTEM",
     "Security",
     "SecurityError",
     "bind",
