@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from services.engine.backends.agent import AgentBackend
@@ -34,6 +36,16 @@ async def test_a_command_through_an_agent_needs_no_second_question(monkeypatch: 
         assert not replica.asleep_tags
         assert replica.state.incarnation == agent.controller.incarnation
         assert asked == 0
+
+
+async def test_a_call_that_a_sick_engine_carried_out_has_not_failed() -> None:
+    """The answer that heals an engine tells that it was sick until then; to call that a failure would be wrong."""
+    faults: dict[str, Any] = {"fault_injection": True, "probe_interval": 3600}
+    async with running(agent=True, replica=["h0:hybrid"], **faults) as agent, running(**faults) as engine:
+        await register(engine, "h0", backend="agent", endpoint=agent.host.target)
+        agent.controller.fleet.get("h0").replica.mark_unresponsive()
+        healed = await engine.stub.CollectiveRpc(pb.CollectiveRpcRequest(run_id=RUN, method="fault_heal"))
+    assert healed.operation.state == pb.OPERATION_STATE_SUCCEEDED
 
 
 async def test_only_an_agent_tells_states_with_its_answer() -> None:

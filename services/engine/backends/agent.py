@@ -336,7 +336,12 @@ class AgentBackend:
             if OUTCOME_KINDS.read("kind", outcome.kind) is OutcomeKind.FAILED:
                 raise read_failure(outcome)
         shards = read_shards(shard for outcome in answer.operation.outcomes for shard in outcome.shards)
-        return Answer(shards, self._read(answer.operation.replicas, answer.operation.incarnation))
+        try:
+            state = self._read(answer.operation.replicas, answer.operation.incarnation)
+        except TurnoutError:
+            # What was asked is done all the same; how the engine is now, a probe tells.
+            state = None
+        return Answer(shards, state)
 
     async def _call(self, call: Any) -> Any:
         try:
