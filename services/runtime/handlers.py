@@ -57,7 +57,10 @@ class _PeerGoneError(Exception):
 
 
 def takes_bytes(method: C) -> C:
-    """Let a servicer's method have its requests as the bytes that came, for it to parse with `parsed`."""
+    """Let a method that is sent a stream have its messages as the bytes that came, for it to parse with `parsed`.
+
+    Its first message alone may name a run: it is the one that the caller's token is held against.
+    """
     method.__dict__["takes_bytes"] = True
     return method
 
@@ -284,7 +287,6 @@ def _wrapped(
 
     async def read_all(raw: AsyncIterator[bytes], caller: Caller | None) -> AsyncGenerator[Any, None]:
         if takes_bytes:
-            # Its first message says which run it is about, and none after it may.
             async for message in raw:
                 if caller is not None:
                     read(message, caller)

@@ -93,9 +93,9 @@ def peer_options(target: str) -> list[tuple[str, int | str]]:
 
 
 def open_peer(target: str, security: Security) -> PeerChannel:
-    """Open a channel with a connection of its own. Raises FAILED_PRECONDITION / INSECURE_TARGET."""
+    """Open a channel with a connection of its own. Raises FAILED_PRECONDITION / PEER_SECURITY."""
     try:
         channel = connect(target, peer_options(target), security)
         return PeerChannel(channel, bind(channel, security))
     except SecurityError as error:
-        raise failed_precondition("INSECURE_TARGET", str(error), target=target) from error
+        raise failed_precondition("PEER_SECURITY", str(error), target=target) from error

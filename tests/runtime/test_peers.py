@@ -20,6 +20,6 @@ def test_a_target_that_a_token_may_not_travel_to_is_refused_by_name() -> None:
     """A trainer names the peers: a typo of it must not send the scheduler's token in the open, nor crash a run."""
     with pytest.raises(TurnoutError) as caught:
         open_peer("node-7:50051", Security(token="turnout.s.x"))
-    assert (caught.value.code, caught.value.reason) == (Code.FAILED_PRECONDITION, "INSECURE_TARGET")
+    assert (caught.value.code, caught.value.reason) == (Code.FAILED_PRECONDITION, "PEER_SECURITY")
     assert caught.value.metadata == {"target": "node-7:50051"}
     assert "turnout.s.x" not in str(caught.value)

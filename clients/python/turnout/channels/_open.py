@@ -69,15 +69,20 @@ class _Bound:
         self._channel = channel
         self._security = security
 
-    def _calls(self, shape: str) -> Callable[..., Callable[..., Any]]:
-        def method(*arguments: Any, **named: Any) -> Callable[..., Any]:
-            call = getattr(self._channel, shape)(*arguments, **named)
-            return lambda request, **how: call(request, metadata=metadata_of(self._security), **how)
+    def unary_unary(self, *arguments: Any, **named: Any) -> Callable[..., Any]:
+        return self._with_metadata(self._channel.unary_unary(*arguments, **named))
 
-        return method
+    def unary_stream(self, *arguments: Any, **named: Any) -> Callable[..., Any]:
+        return self._with_metadata(self._channel.unary_stream(*arguments, **named))
 
-    def __getattr__(self, shape: str) -> Any:
-        return self._calls(shape)
+    def stream_unary(self, *arguments: Any, **named: Any) -> Callable[..., Any]:
+        return self._with_metadata(self._channel.stream_unary(*arguments, **named))
+
+    def stream_stream(self, *arguments: Any, **named: Any) -> Callable[..., Any]:
+        return self._with_metadata(self._channel.stream_stream(*arguments, **named))
+
+    def _with_metadata(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda request, **how: call(request, metadata=metadata_of(self._security), **how)
 
 
 def bind(channel: grpc.aio.Channel, security: Security) -> grpc.aio.Channel:
