@@ -31,6 +31,7 @@ from services.demo.prompts import PromptsError, load_prompts, sample_file
 from services.demo.run import recorder_of, run_job
 from services.processes.child import ChildFailed
 from services.scheduler.policies import names
+from services.scheduler.policies.shadow import PREFIX
 from services.views.demo_progress import DemoProgress, demo_progress
 from services.views.table import duration
 from services.views.timeline import timeline
@@ -200,8 +201,8 @@ def _event_file(path: Path | None) -> Iterator[TextIO | None]:
 
 
 def _check_policy(policy: str) -> None:
-    if policy not in names():
-        raise Misconfigured(f"there is no policy {policy!r}; there are: {', '.join(names())}")
+    if policy.removeprefix(PREFIX) not in names():
+        raise Misconfigured(f"there is no policy {policy!r}; there are: {', '.join(names())}, and {PREFIX}NAME")
 
 
 def _draw(path: Path, job: Job, comparison: Comparison, off: list[Event], on: list[Event]) -> None:

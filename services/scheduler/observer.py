@@ -18,6 +18,7 @@ from services.scheduler.domain import events
 from services.scheduler.hosted import HostedRun
 from services.scheduler.policies.types import Point
 from services.scheduler.readings import counters_of, on_hybrid, requests_of
+from services.scheduler.turns import Turns
 from turnout.buffer.v1 import buffer_pb2
 from turnout.engine.v1 import engine_pb2
 
@@ -44,6 +45,7 @@ class Observer:
         self._tasks: list[asyncio.Task[None]] = []
         self._replicas: dict[str, engine_pb2.Replica] = {}
         self._read_at: float | None = None
+        self._turns = Turns()
         hosted.stop_following = self.close
         hosted.read_progress = self.read_progress
 
@@ -99,11 +101,13 @@ class Observer:
                 pool = self._on_hybrid(event.replica_id)
                 return events.TrajectoryFinished(event.group_id, event.index, length, event.replica_id, pool)
             case buffer_pb2.GROUP_EVENT_KIND_FINISHED:
+                self._turns.forget(event.group_id)
                 pool = self._on_hybrid(event.replica_id or self._following.last_replica)
                 return events.GroupFinished(event.group_id, tuple(event.lengths), event.born_step, pool)
             case buffer_pb2.GROUP_EVENT_KIND_REISSUED:
                 return events.TrajectoriesReissued(event.group_id, event.trajectories)
             case kind if kind in _EXITS:
+                self._turns.forget(event.group_id)
                 return events.GroupLeft(event.group_id, _EXITS[kind], _reasons(event.reasons))
         return None
 
@@ -155,7 +159,7 @@ class Observer:
     def _saw_progress(self, report: engine_pb2.ProgressReport) -> None:
         run, moment = self._hosted.run, self._hosted.moment
         self._read_at = moment.now
-        run.record(requests_of(report, run.config.partition), moment)
+        run.record(requests_of(report, run.config.partition, self._turns), moment)
         run.record(counters_of(report, self._replicas), moment)
 
     async def read_progress(self, point: Point) -> None:

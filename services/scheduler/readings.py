@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from services.scheduler.domain import events
+from services.scheduler.turns import Turns
 from turnout.engine.v1 import engine_pb2
 
 _POOLS = {engine_pb2.REPLICA_ROLE_HYBRID: True, engine_pb2.REPLICA_ROLE_STANDALONE: False}
@@ -19,18 +20,19 @@ def on_hybrid(replica: engine_pb2.Replica | None) -> bool | None:
     return None if replica is None else _POOLS.get(replica.spec.role)
 
 
-def requests_of(report: engine_pb2.ProgressReport, partition: str) -> events.RequestProgress:
-    """The running requests of the training partition."""
+def requests_of(report: engine_pb2.ProgressReport, partition: str, turns: Turns) -> events.RequestProgress:
+    """The running requests of the training partition, each with the tokens of its trajectory's earlier turns."""
+    reported = [request for request in report.requests if request.join_key.partition == partition]
+    turns.read(reported)
     requests = tuple(
         events.RunningRequest(
             request.join_key.group_id,
             request.join_key.trajectory,
-            request.output_tokens,
+            turns.before(request.join_key) + request.output_tokens,
             request.replica_id,
             _POOLS.get(request.role) if request.replica_id else None,
         )
-        for request in report.requests
-        if request.join_key.partition == partition
+        for request in reported
     )
     return events.RequestProgress(requests, report.covered_share)
 

@@ -1,0 +1,61 @@
+"""Trajectories of several turns, as the engines tell of their requests."""
+
+from __future__ import annotations
+
+from services.scheduler.readings import requests_of
+from services.scheduler.turns import Turns
+from turnout.engine.v1 import engine_pb2
+
+
+def running(name: str, tokens: int, trajectory: int = 0, attempt: int = 1) -> engine_pb2.RequestProgress:
+    key = engine_pb2.JoinKey(partition="train", group_id="g", trajectory=trajectory, attempt=attempt)
+    return engine_pb2.RequestProgress(join_key=key, engine_request_id=name, replica_id="r", output_tokens=tokens)
+
+
+def seen(turns: Turns, *requests: engine_pb2.RequestProgress) -> list[int]:
+    """The tokens that policies are told of, in the order of the requests."""
+    told = requests_of(engine_pb2.ProgressReport(requests=requests, covered_share=1.0), "train", turns)
+    return [request.done for request in told.requests]
+
+
+def test_tokens_add_over_turns() -> None:
+    """A trajectory of ten turns would look as if it had just begun, ten times."""
+    turns = Turns()
+    assert seen(turns, running("t1", 900)) == [900]
+    assert seen(turns, running("t2", 20)) == [920]
+    assert seen(turns, running("t2", 300)) == [1200]
+    assert seen(turns, running("t3", 10), running("other", 5, trajectory=1)) == [1210, 5]
+
+
+def test_the_time_of_a_tool_decodes_nothing_and_forgets_nothing() -> None:
+    """While a tool runs there is no request: no token is made up for it, and none is lost."""
+    turns = Turns()
+    assert seen(turns, running("t1", 900)) == [900]
+    assert seen(turns) == []
+    assert seen(turns) == []
+    assert seen(turns, running("t2", 20)) == [920]
+
+
+def test_a_request_that_goes_on_elsewhere_is_no_new_turn() -> None:
+    """It keeps its output under another id; adding it again would double it at every reclaim."""
+    turns = Turns()
+    assert seen(turns, running("a", 900)) == [900]
+    assert seen(turns, running("", 900)) == [900], "parked"
+    assert seen(turns, running("b", 950)) == [950]
+
+
+def test_requests_of_one_trajectory_at_a_time_do_not_count_each_other() -> None:
+    """Two agents of one trajectory, read in any order, must not add up without end."""
+    turns = Turns()
+    for tokens in (10, 20, 30):
+        assert seen(turns, running("x", 5 * tokens), running("y", tokens)) == [5 * tokens, tokens]
+    assert seen(turns, running("y", 40)) == [190]
+
+
+def test_another_attempt_begins_anew_and_a_group_takes_its_turns_with_it() -> None:
+    """Output of an attempt that failed is gone; groups come and go by the thousand."""
+    turns = Turns()
+    seen(turns, running("t1", 900))
+    assert seen(turns, running("t2", 20, attempt=2)) == [20]
+    turns.forget("g")
+    assert seen(turns, running("t9", 7)) == [7]
