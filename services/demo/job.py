@@ -35,7 +35,7 @@ class Job:
     """Decides, with the prompt, every length; and the order of the prompts."""
 
     switching: bool = False
-    policy: str = "verl"
+    policy: str = "jit"
     """Policy of the run; with switching off every policy acts as `off`."""
 
     time_scale: float = 0.065

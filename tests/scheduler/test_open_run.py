@@ -225,6 +225,14 @@ async def test_missing_names_are_refused(field: str) -> None:
         assert (error.code, error.metadata["field"]) == (Code.INVALID_ARGUMENT, field)
 
 
+async def test_a_run_that_names_no_policy_looks_ahead() -> None:
+    """What is best in the simulator has to be what somebody gets who does not know of policies."""
+    async with world() as w:
+        await w.open(run_config(policy=""))
+        run = await w.stub.GetRun(pb.GetRunRequest(run_id="run"))
+        assert run.run.config.policy == "jit"
+
+
 async def test_a_negative_resume_step_is_refused() -> None:
     """Step -1 would make the next step 0."""
     async with world() as w:

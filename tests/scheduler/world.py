@@ -28,9 +28,10 @@ RUN = "run"
 
 
 def run_config(*, on: bool = True, **changes: Any) -> pb.RunConfig:
-    """4 groups per mini-batch, 4 mini-batches per step, threshold 0.5 x 16 = 8."""
+    """4 groups per mini-batch, 4 mini-batches per step, threshold 0.5 x 16 = 8 of policy `verl`."""
     values: dict[str, Any] = {
         "switch": pb.SwitchConfig(enable_switch=on, switch_threshold_ratio=0.5),
+        "policy": "verl",
         "train_batch_size": 16,
         "parameter_sync_step": 4,
         "mini_batch_size": 4,

@@ -30,7 +30,7 @@ from services.scheduler.policies.errors import FieldError, UnknownPolicyError
 PolicyFactory = Callable[[str, PolicyConfig], Policy]
 """What `policies.create` is: a new policy by its name. Raises UnknownPolicyError."""
 
-DEFAULT_POLICY = "verl"
+DEFAULT_POLICY = "jit"
 DEFAULT_PARTITION = "train"
 DEFAULT_IDLE_TOLERANCE_S = 2.0
 """The interval at which verl polls its buffer: no shorter wait shows there."""

@@ -15,6 +15,7 @@ from services.scheduler.policies.config import SwitchConfig
 ON = SwitchConfig(enable_switch=True)
 GOOD = RunConfig(
     switch=ON,
+    policy="verl",
     train_batch_size=64,
     parameter_sync_step=4,
     mini_batch_size=16,

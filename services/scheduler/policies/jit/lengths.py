@@ -2,7 +2,7 @@
 
 A group has a level u (mean log-length) and its members scatter around it: log-length = u + sigma x residual. The
 density of levels is estimated from finished groups, residuals are the pooled ones of their members, so no shape is
-assumed.
+assumed. While a run is young, groups that still run take part in the density with what they may become.
 
 Invariants: a survival is positive up to the cap, so no running request is impossible; drawing uses fixed uniform
 numbers, so the same knowledge always gives the same draws.
@@ -31,6 +31,8 @@ _BANDWIDTH_FLOOR = 0.02
 # become longer is noticed before it finishes any.
 _ABOVE = 1.2
 _ABOVE_SHARE = 0.01
+# Rounds in which the levels of running groups and the density of all levels are made to agree.
+_ROUNDS = 4
 # Weight, in members, of the wide normal that keeps the survival of the residuals positive in the tails.
 _TAIL_MEMBERS = 8.0
 _TAIL_STD = 1.6
@@ -71,6 +73,7 @@ class LengthModel:
         self._levels_seen: deque[float] = deque(maxlen=WINDOW)
         self._own: deque[Floats] = deque(maxlen=WINDOW)
         self._stale = True
+        self._finished = 0
         self._levels: Floats = np.zeros(0)
         self._prior: Floats = np.zeros(0)
         self._sigma = 1.0
@@ -96,19 +99,23 @@ class LengthModel:
             self._levels_seen.append(level)
             self._own.append((logs - level) * np.sqrt(len(logs) / max(len(logs) - 1, 1)))
             self._stale = True
+            self._finished += 1
 
     def draw(self, snapshot: Snapshot, fresh: int, size: int, scenarios: int) -> tuple[Floats, Floats]:
         """Tokens still to come, by unsettled member and scenario: of the snapshot, and of `fresh` groups of `size`."""
         self._fit()
         log_tokens = np.log(np.maximum(snapshot.tokens, 1.0))
-        weights = self._weights(snapshot, log_tokens)
+        likely = self._likely(snapshot, log_tokens)
+        prior = self._with_running(likely)
+        weights = likely * prior
+        weights /= weights.sum(axis=1, keepdims=True)
         by_group, by_member = _uniforms(snapshot.group_serial, scenarios), _uniforms(snapshot.serial, scenarios)
         chosen = (np.cumsum(weights, axis=1)[:, None, :-1] < by_group[:, :, None]).sum(axis=2)
         level = self._levels[chosen][snapshot.group]
         known = self._survive((log_tokens[:, None] - level) / self._sigma)
         left = self._length(level, known * by_member) - snapshot.tokens[:, None]
         new_group = _uniforms(np.arange(fresh), scenarios)
-        new_level = self._levels[np.searchsorted(np.cumsum(self._prior)[:-1], new_group)]
+        new_level = self._levels[np.searchsorted(np.cumsum(prior)[:-1], new_group)]
         new = self._length(
             np.repeat(new_level, size, axis=0), _uniforms(np.arange(fresh, fresh * (size + 1)), scenarios)
         )
@@ -129,17 +136,29 @@ class LengthModel:
         self._survival = (counted + tail) / (len(residuals) + _TAIL_MEMBERS)
         self._residual = np.interp(_INVERSE, self._survival[::-1], _Z[::-1])
 
-    def _weights(self, snapshot: Snapshot, log_tokens: Floats) -> Floats:
-        """Share of every level by group, given what its members have and how long those that settled were."""
+    def _with_running(self, likely: Floats) -> Floats:
+        """The density of levels. While a run is young, those that finished are the short ones of all that began, and
+        what still runs counts as much; later those that finish are a fair sample."""
+        count = len(self._levels_seen)
+        young = min(max(2.0 - self._finished / WINDOW, 0.0), 1.0)
+        prior = self._prior
+        if young == 0.0:
+            return prior
+        for _ in range(_ROUNDS):
+            each = likely * prior
+            each /= each.sum(axis=1, keepdims=True)
+            prior = (count * self._prior + young * each.sum(axis=0)) / (count + young * len(likely))
+        return prior
+
+    def _likely(self, snapshot: Snapshot, log_tokens: Floats) -> Floats:
+        """How likely every level makes a group, given what its members have and how long those that settled were."""
         if not len(snapshot.first):
             return np.zeros((0, len(self._levels)))
         running = np.log(self._survive((log_tokens[:, None] - self._levels) / self._sigma))
         likely = np.add.reduceat(running, snapshot.first, axis=0)
         off = (snapshot.settled_level[:, None] - self._levels) / self._sigma
         likely -= 0.5 * snapshot.settled[:, None] * off**2
-        likely = np.exp(likely - likely.max(axis=1, keepdims=True))
-        weights = likely * self._prior
-        return np.asarray(weights / weights.sum(axis=1, keepdims=True))
+        return np.asarray(np.exp(likely - likely.max(axis=1, keepdims=True)))
 
     def _survive(self, z: Floats) -> Floats:
         index = ((z - _Z[0]) * (1 / (_Z[1] - _Z[0]))).astype(np.int64)

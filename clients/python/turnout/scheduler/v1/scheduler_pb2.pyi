@@ -149,7 +149,7 @@ class RunConfig(google.protobuf.message.Message):
     HYBRID_DEVICES_FIELD_NUMBER: builtins.int
     policy: builtins.str
     """Policy: "off", "fixed", "verl", "jit" (looks ahead from the progress of running requests), or "shadow:" and one of
-    them, which is evaluated while verl acts. Default "verl". Unknown: INVALID_ARGUMENT / UNKNOWN_POLICY, listing what
+    them, which is evaluated while verl acts. Default "jit". Unknown: INVALID_ARGUMENT / UNKNOWN_POLICY, listing what
     exists. With enable_switch false every policy acts as "off".
     """
     train_batch_size: builtins.int

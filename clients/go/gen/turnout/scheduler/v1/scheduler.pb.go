@@ -176,7 +176,7 @@ type RunConfig struct {
 	// The switch.
 	Switch *SwitchConfig `protobuf:"bytes,1,opt,name=switch,proto3" json:"switch,omitempty"`
 	// Policy: "off", "fixed", "verl", "jit" (looks ahead from the progress of running requests), or "shadow:" and one of
-	// them, which is evaluated while verl acts. Default "verl". Unknown: INVALID_ARGUMENT / UNKNOWN_POLICY, listing what
+	// them, which is evaluated while verl acts. Default "jit". Unknown: INVALID_ARGUMENT / UNKNOWN_POLICY, listing what
 	// exists. With enable_switch false every policy acts as "off".
 	Policy string `protobuf:"bytes,2,opt,name=policy,proto3" json:"policy,omitempty"`
 	// Groups per step. Must be parameter_sync_step x mini_batch_size, at least 1.

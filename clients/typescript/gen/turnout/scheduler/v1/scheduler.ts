@@ -124,7 +124,7 @@ export interface RunConfig {
     | undefined;
   /**
    * Policy: "off", "fixed", "verl", "jit" (looks ahead from the progress of running requests), or "shadow:" and one of
-   * them, which is evaluated while verl acts. Default "verl". Unknown: INVALID_ARGUMENT / UNKNOWN_POLICY, listing what
+   * them, which is evaluated while verl acts. Default "jit". Unknown: INVALID_ARGUMENT / UNKNOWN_POLICY, listing what
    * exists. With enable_switch false every policy acts as "off".
    */
   policy: string;
