@@ -39,7 +39,7 @@ CALLS ?= 10000
 KILLS ?= 50
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-vllm test test-all test-vllm test-stores test-ray test-verl test-clients test-deploy lint types format coverage protos protos-lint bench soak chaos fuzz audit docs clean
+.PHONY: help demo demo-vllm test test-all test-vllm test-stores test-ray test-verl test-clients test-packages test-deploy lint types format coverage protos protos-lint bench soak chaos fuzz audit docs clean
 
 help: ## list these targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -85,6 +85,9 @@ test-clients: $(VENV)/.dev ## the clients in Go, TypeScript and C++, beside Pyth
 	cd clients/typescript && npm install --no-package-lock --no-audit --no-fund --silent
 	@$(MAKE) --no-print-directory $(BUF)
 	$(BIN)/python -m pytest tests/clients_langs tests/examples
+
+test-packages: $(VENV)/.dev ## wheels in clean environments, at the lowest and the newest versions they allow
+	$(BIN)/python -m pytest tests/packages
 
 test-deploy: $(VENV)/.dev $(PROMETHEUS)/usr/bin/prometheus ## alert rules and dashboard against a real Prometheus, manifests against the schemas of Kubernetes (fetches Debian's package into a folder here)
 	$(PIP) install --quiet kubernetes-validate
