@@ -44,10 +44,14 @@ async def generate(controller: helpers.Engine, request_id: str) -> helpers.Outpu
     return await helpers.generate(controller, request_id, PROMPT, max_tokens=TOKENS, sampling=sampling, delta_tokens=1)
 
 
-async def decoding(engine: Engine) -> None:
-    """Wait until something decodes."""
-    await helpers.until(lambda: engine.surface.engine.get_num_unfinished_requests() > 0)
-    await asyncio.sleep(0.2)
+async def decoding(controller: helpers.Engine) -> None:
+    """Wait until a few tokens of a request have come."""
+    backend = controller.controller.fleet.get("r").backend
+
+    async def begun() -> bool:
+        return max((await backend.progress()).output_tokens.values(), default=0) >= 5
+
+    await helpers.until(begun, 120)
 
 
 async def update(controller: helpers.Engine, models: Path, version: int, kind: str, **fields: Any) -> None:
@@ -67,14 +71,12 @@ async def update(controller: helpers.Engine, models: Path, version: int, kind: s
     )
 
 
-async def test_a_request_goes_on_after_a_weight_update(
-    controller: helpers.Engine, engine: Engine, models: Path
-) -> None:
+async def test_a_request_goes_on_after_a_weight_update(controller: helpers.Engine, models: Path) -> None:
     """ABORT: its tokens so far are the old model's, the rest is continued under the new version; none is lost."""
     await helpers.register(controller, "r", "standalone", backend="vllm-inproc")
     old = (await generate(controller, "uncut")).tokens
     running = asyncio.create_task(generate(controller, "a"))
-    await decoding(engine)
+    await decoding(controller)
     await update(controller, models, 1, "AWAKE")
     output = await running
     assert (len(output.tokens), output.finish) == (TOKENS, "LENGTH")
@@ -85,22 +87,18 @@ async def test_a_request_goes_on_after_a_weight_update(
     assert output.segments[0].continued
 
 
-async def test_a_kept_request_goes_on_under_the_new_weights(
-    controller: helpers.Engine, engine: Engine, models: Path
-) -> None:
+async def test_a_kept_request_goes_on_under_the_new_weights(controller: helpers.Engine, models: Path) -> None:
     """KEEP_RECOMPUTE: the request never leaves the engine; its segments tell the versions."""
     await helpers.register(controller, "r", "standalone", backend="vllm-inproc")
     running = asyncio.create_task(generate(controller, "a"))
-    await decoding(engine)
+    await decoding(controller)
     await update(controller, models, 1, "AWAKE", in_flight=pb.IN_FLIGHT_KEEP_RECOMPUTE)
     output = await running
     assert (len(output.tokens), output.finish) == (TOKENS, "LENGTH")
     assert [segment.weight_version for segment in output.segments] == [0, 1]
 
 
-async def test_h44_a_lent_engine_is_taken_back_and_lent_again(
-    controller: helpers.Engine, engine: Engine, models: Path
-) -> None:
+async def test_h44_a_lent_engine_is_taken_back_and_lent_again(controller: helpers.Engine, models: Path) -> None:
     """Requests wait through the reclaim and go on where they were: nothing is lost and nothing comes twice."""
     await helpers.register(controller, "r", "hybrid", backend="vllm-inproc")
     taken = await helpers.reclaim(controller)
@@ -111,7 +109,7 @@ async def test_h44_a_lent_engine_is_taken_back_and_lent_again(
     asleep = replica.memory_bytes
     await lend(controller, models, "lend-1", 1)
     running = asyncio.create_task(generate(controller, "a"))
-    await decoding(engine)
+    await decoding(controller)
     await helpers.reclaim(controller)
     free = (await helpers.replicas(controller))["r"]
     assert free.confirmed_free
@@ -134,7 +132,7 @@ async def test_h40_a_request_whose_replica_is_removed_goes_on_at_the_next(
     await helpers.register(controller, "r", "standalone", backend="vllm-inproc")
     whole = (await generate(controller, "uncut")).tokens
     running = asyncio.create_task(generate(controller, "a"))
-    await decoding(engine)
+    await decoding(controller)
     await controller.stub.Deregister(pb.DeregisterRequest(run_id=helpers.RUN, replica_id="r"))
     await helpers.until(lambda: engine.surface.engine.get_num_unfinished_requests() == 0)
     assert not running.done()
