@@ -10,12 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.scheduler.policies import shadow
+from services.scheduler.policies.types import Action
 from services.views.report import account_of, draw, render
 from services.views.report.account import RunAccount
 from services.views.report.scale import Scale, nice_step, thinned
 from services.views.run_events import EventsError, line_of, read_events, write_events
 from tests.views.stream import Stream, decision, steps
 from turnout.scheduler.v1 import events_pb2
+
+LEND, KEEP = events_pb2.DECISION_ACTION_LEND, events_pb2.DECISION_ACTION_KEEP
 
 
 @pytest.fixture(scope="module")
@@ -205,3 +209,23 @@ def test_a_thinned_line_keeps_its_peaks() -> None:
     assert len(kept) <= 501
     assert (777.0, 100.0) in kept
     assert kept == sorted(kept)
+
+
+def test_the_page_says_what_a_policy_in_the_shadow_would_have_done() -> None:
+    """Whoever tries a policy in the shadow reads the report to decide on it."""
+    stream = Stream()
+    for step, (action, heard, gain) in enumerate(
+        ((LEND, Action.LEND, 30.0), (KEEP, Action.LEND, 12.0), (KEEP, Action.KEEP, -4.0))
+    ):
+        made = decision(step, events_pb2.DECISION_POINT_STEP_END, action, "So.")
+        made.policy = "shadow:jit"
+        made.numbers["shadow_action"] = shadow._CODES[heard]
+        made.numbers["shadow_gain_seconds"] = gain
+        made.numbers["shadow_differs"] = float((action == LEND) != (heard is Action.LEND))
+        stream.tell(decision_made=made)
+    page = render(account_of(stream.events), "run")
+    assert (
+        "In the shadow, jit would have lent at 2 of 3 step ends, expecting to gain 42 s in all; lent was at 1, and "
+        "they differed at 1." in page
+    )
+    assert "In the shadow" not in render(account_of(steps(2)), "run")

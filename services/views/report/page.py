@@ -15,6 +15,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from services.views.picture import STATES
 from services.views.report.account import RunAccount, StepAccount
 from services.views.report.scale import Scale, nice_step, thinned
+from services.views.report.shadow import shadow_sentence
 from services.views.table import duration
 from services.views.timeline import Row
 
@@ -56,6 +57,7 @@ def render(account: RunAccount, run_id: str) -> str:
         ages=_ages(account.steps),
         clock=_clock,
         decisions=account.decisions,
+        shadow=shadow_sentence(account.decisions),
     )
 
 
