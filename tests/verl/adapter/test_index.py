@@ -132,6 +132,17 @@ def test_the_index_is_rebuilt_from_what_transferqueue_holds(host: ServiceHost) -
         assert rollout.index.sample(4, "train", 3)[0] == ["old", "young", "flying"]
 
 
+def test_a_large_queue_is_rebuilt_in_several_calls(host: ServiceHost) -> None:
+    """A call carries so many results; a checkpoint of verl holds as many as it likes."""
+    queue = FakeQueue()
+    for number in range(700):
+        queue.put(f"g{number}", "train", {"is_prompt": True, "status": "finished", "global_steps": 1})
+        for session in range(4):
+            queue.put(f"g{number}_{session}_0", "train", tag(1), {"rm_scores": Score(float(session))})
+    with opened(host, queue) as rollout:
+        assert rollout.index.depth(1, "train") == 700
+
+
 def test_a_finished_group_that_lost_a_session_is_sampled_with_the_others(host: ServiceHost) -> None:
     """An agent loop may return nothing for a session; verl trains on the siblings."""
     queue = FakeQueue()

@@ -24,8 +24,8 @@ _log = logging.getLogger("turnout")
 _CLAIM_S: Final = 30 * 86_400.0
 """The longest that a buffer allows. A claim of verl's ends with the job: its workers die with the trainer."""
 
-_GROUPS_PER_CALL: Final = 512
-"""Well below what a call may carry."""
+_ITEMS_PER_CALL: Final = 512
+"""Groups or results; well below what a call may carry."""
 
 _GONE: Final = ("GROUP_NOT_FOUND", "GROUP_FAILED", "TRAJECTORY_SETTLED", "STALE_CLAIM")
 """A group that was settled or evicted meanwhile needs nothing more."""
@@ -181,16 +181,16 @@ class Index:
         metric = self.rules.metric if partition == TRAIN else None
         finished = [uid for uid in uids if snapshot.prompts[uid]["status"] == _queue.FINISHED]
         values = {} if metric is None else _queue.rewards(self._queue, partition, snapshot.keys(finished), metric)
-        for some in _parts(finished):
-            results = [
-                result
-                for uid in some
-                for result in _queue.results(
-                    uid, snapshot.outputs.get(uid, {}), values, metric, self._tokens[partition, uid]
-                )
-            ]
-            request = buffer_pb2.FinishTrajectoriesRequest(run_id=self.run_id, partition=partition, results=results)
-            for outcome in self.buffer.calls.FinishTrajectories(request).outcomes if results else ():
+        results = [
+            result
+            for uid in finished
+            for result in _queue.results(
+                uid, snapshot.outputs.get(uid, {}), values, metric, self._tokens[partition, uid]
+            )
+        ]
+        for some in _parts(results):
+            request = buffer_pb2.FinishTrajectoriesRequest(run_id=self.run_id, partition=partition, results=some)
+            for outcome in self.buffer.calls.FinishTrajectories(request).outcomes:
                 error = item_error(outcome)
                 if error is not None and error.reason not in _GONE:
                     raise error
@@ -345,4 +345,4 @@ _OPEN: Final = (buffer_pb2.GROUP_STATE_PENDING, buffer_pb2.GROUP_STATE_RUNNING)
 
 
 def _parts(items: Sequence[Any]) -> Iterator[Sequence[Any]]:
-    return (items[at : at + _GROUPS_PER_CALL] for at in range(0, len(items), _GROUPS_PER_CALL))
+    return (items[at : at + _ITEMS_PER_CALL] for at in range(0, len(items), _ITEMS_PER_CALL))
