@@ -9,7 +9,7 @@ import pytest
 from tests.fuzz.attack import attack
 from tests.fuzz.scene import SERVICES, scene
 
-_CALLS = 200
+_CALLS = 120
 _SEED = 4
 
 

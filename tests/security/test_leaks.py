@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -20,6 +21,16 @@ def _command_lines() -> list[str]:
             # It has ended since.
             continue
     return lines
+
+
+async def _listed(child: Child, command: str) -> list[str]:
+    """What the process list says once `command` is in it: a new process has no command line for a moment."""
+    while True:
+        running = _command_lines()
+        if any(command in line for line in running):
+            return running
+        assert not child.ended.done(), "it ended before it was in the process list"
+        await asyncio.sleep(0)
 
 
 async def test_tokens_stand_in_no_log_and_no_process_list(tmp_path: Path) -> None:
@@ -41,8 +52,7 @@ async def test_tokens_stand_in_no_log_and_no_process_list(tmp_path: Path) -> Non
             while "DEADLINE_EXCEEDED" in problem:
                 shown: list[str] = []
                 child = await Child.start(status, on_line=shown.append, on_error_line=said.append)
-                running = _command_lines()
-                assert any("services.cli.main status" in line for line in running)
+                running = await _listed(child, "services.cli.main status")
                 await child.ended
                 said += [*running, *shown]
                 services = {service["service"]: service["problem"] for service in json.loads(shown[0])["services"]}
