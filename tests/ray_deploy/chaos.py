@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from tests.ray_deploy.crew import Crew
-from tests.ray_deploy.jobs import HYBRID, STANDALONE, TRAINER, described, small_job
+from tests.ray_deploy.jobs import HYBRID, STANDALONE, described, small_job
 from tests.ray_deploy.raylets import Raylets, raylets
 from turnout import ray as deployments
 
@@ -145,7 +145,8 @@ async def run(cluster: Raylets, kills: int, seed: int, directory: Path) -> dict[
     """Run a job, kill, and account for everything."""
     rng = random.Random(seed)
     job = small_job(steps=100_000)
-    made = await asyncio.to_thread(lambda: deployments.up(described(job, NAME, directory), rng=rng))
+    description = described(job, NAME, directory, trainer={"resource": "head"})
+    made = await asyncio.to_thread(lambda: deployments.up(description, rng=rng))
     async with Crew(job, made) as crew:
         await crew.until("committed", 10, RECOVERS_WITHIN_S)
         times = [at for at, _ in crew.said("committed")]
@@ -194,7 +195,7 @@ def main() -> int:
     given = parser.parse_args()
     with (
         tempfile.TemporaryDirectory(prefix="turnout-chaos-") as directory,
-        raylets(trainer=TRAINER, **NODES) as cluster,
+        raylets(**NODES) as cluster,
     ):
         try:
             outcome = asyncio.run(run(cluster, given.kills, given.seed, Path(directory)))

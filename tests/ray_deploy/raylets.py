@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Final
 
 import pytest
@@ -59,20 +63,17 @@ def raylets(**nodes: str) -> Iterator[Raylets]:
         patch.setenv("RAY_TMPDIR", directory)
         # As docs/ray.md advises: services that wait for everything else to have had its turn are slow to come back.
         patch.setenv("RAY_worker_niceness", "0")
-        cluster = Cluster(
-            initialize_head=True,
-            # Nodes are added from threads, too, where signal handlers cannot be set.
-            shutdown_at_exit=False,
-            head_node_args={
-                "num_cpus": 0,
-                "num_gpus": 0,
-                "resources": {"head": 1},
-                "object_store_memory": OBJECT_STORE_BYTES,
-                "include_dashboard": False,
-            },
-        )
-        patch.setenv("RAY_ADDRESS", str(cluster.address))
+        # Nodes are added from threads, too, where the signal handlers of a shutdown at exit cannot be set.
+        cluster = Cluster(shutdown_at_exit=False)
         try:
+            cluster.add_node(
+                num_cpus=0,
+                num_gpus=0,
+                resources={"head": 1},
+                object_store_memory=OBJECT_STORE_BYTES,
+                include_dashboard=False,
+            )
+            patch.setenv("RAY_ADDRESS", str(cluster.address))
             made = Raylets(cluster)
             for name, resource in nodes.items():
                 made.add(name, resource)
@@ -81,4 +82,15 @@ def raylets(**nodes: str) -> Iterator[Raylets]:
         finally:
             ray.shutdown()
             cluster.shutdown()
+            # Of a node that did not come up in time, Ray forgets what it had started.
+            _kill_all_of(directory)
             shutil.rmtree(directory, ignore_errors=True)
+
+
+def _kill_all_of(directory: str) -> None:
+    """Kill every process whose command line names this directory, which is the cluster's own."""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            with contextlib.suppress(OSError):
+                if directory.encode() in (entry / "cmdline").read_bytes():
+                    os.kill(int(entry.name), signal.SIGKILL)
