@@ -391,7 +391,18 @@ def test_a_run_that_is_half_seen_goes_as_with_verl(cover: float) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("workload", ["bimodal", "slow-prefill", "oscillating-speed", "ratio-1-1", "switch-cost-40s"])
+@pytest.mark.parametrize(
+    "workload",
+    [
+        "bimodal",
+        "bimodal-costly",
+        "slow-prefill",
+        "oscillating-speed",
+        "ratio-1-1",
+        "switch-cost-40s",
+        "switch-cost-120s",
+    ],
+)
 def test_saves_more_than_verl_elsewhere(workload: str) -> None:
     """No regime is left in which looking back is better than looking ahead."""
     each = short(workload, 50)
