@@ -63,7 +63,9 @@ def test_h59_installed_alone_client_and_services_run_the_whole_loop(
     )
     assert "turnout-services" in services.run("turnout", "version")
     services.run("turnout", "simulate", "--steps", "3", "--policy", "off,verl,jit")
-    printed = services.run("turnout", "demo", "--steps", "2", "--time-scale", "0.02", "--json", "--no-picture")
+    # verl tries a lend as long as no wait was measured.
+    small = ("--steps", "3", "--time-scale", "0.02", "--policy", "verl", "--no-picture")
+    printed = services.run("turnout", "demo", *small, "--json")
     result = json.loads(next(line for line in printed.splitlines() if line.startswith("{")))
     lent = result["seeds"][0]["on"]
     assert (lent["lends"] > 0, lent["lost_groups"], lent["duplicated_groups"]) == (True, 0, 0)
