@@ -105,7 +105,7 @@ def train(
                 trained += [group.group_id for group in batch.groups]
                 batch.commit()
             metrics = hooks.on_step_end(step, update_weights)
-            assert "separate_async/decision/remaining" in metrics
+            assert "separate_async/decision/should_switch_to_rollout" in metrics
             modes.append(hooks.mode)
     return trained, modes
 
