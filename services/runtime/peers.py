@@ -1,22 +1,24 @@
 """The way from a service to the services it calls.
 
 Invariants: TLS and the token of these calls are settings of their own, apart from those that the service is called
-with; a peer that went away is noticed within 15 s, one that came back is found within about two.
+with; others name the targets, so the token goes to none but those that the settings trust; a peer that went away is
+noticed within 15 s, one that came back is found within about two.
 """
 
 from __future__ import annotations
 
+import re
 import ssl
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Self
 
 import grpc.aio
 from pydantic import Field, model_validator
 
-from services.runtime.config import ServiceSettings
+from services.runtime.config import ServiceSettings, Strings
 from services.runtime.errors import failed_precondition
-from turnout.channels import SYSTEM, Security, SecurityError, bind, channel_options, connect
+from turnout.channels import SYSTEM, Security, SecurityError, bind, channel_options, connect, is_local
 
 MAX_MESSAGE_BYTES: Final = 64 << 20
 """An output of some million tokens, or the replicas and progress of a large run, pass the 4 MiB of gRPC's default."""
@@ -45,14 +47,21 @@ class PeerSettings(ServiceSettings):
         None, description="File with the token shown to them, of role service; read again when it changes."
     )
 
+    allow_peer: Strings = Field(
+        [],
+        description="A target that may be called, as callers name it; * stands for letters, digits, dots and hyphens. "
+        "Default with a token: servers that a peer_ca of one's own vouches for; without peer_ca, loopback and Unix "
+        "sockets. Default without one: all.",
+    )
+
     @model_validator(mode="after")
     def _peers(self) -> Self:
-        self.peer_security()
+        self.dialer()
         return self
 
-    def peer_security(self) -> Security:
-        """TLS and the token of the calls to others."""
-        return Security(
+    def dialer(self) -> Dialer:
+        """How others are called."""
+        security = Security(
             ca=self.peer_ca,
             cert=self.peer_cert,
             key=self.peer_key,
@@ -60,6 +69,7 @@ class PeerSettings(ServiceSettings):
             token_file=self.peer_token_file,
             insecure=self.insecure,
         )
+        return Dialer(security, tuple(self.allow_peer))
 
     def peer_context(self) -> ssl.SSLContext:
         """TLS of the calls to others that are HTTP. Raises OSError: a file cannot be used."""
@@ -92,10 +102,35 @@ def peer_options(target: str) -> list[tuple[str, int | str]]:
     return [*options, ("grpc.keepalive_permit_without_calls", 1), ("grpc.min_reconnect_backoff_ms", _CONNECT_MS)]
 
 
-def open_peer(target: str, security: Security) -> PeerChannel:
-    """Open a channel with a connection of its own. Raises FAILED_PRECONDITION / PEER_SECURITY."""
-    try:
-        channel = connect(target, peer_options(target), security)
-        return PeerChannel(channel, bind(channel, security))
-    except SecurityError as error:
-        raise failed_precondition("PEER_SECURITY", str(error), target=target) from error
+@dataclass(frozen=True, slots=True)
+class Dialer:
+    """How a service calls others."""
+
+    security: Security = field(default_factory=Security)
+    allowed: tuple[str, ...] = ()
+    """Targets that may be called; see `PeerSettings.allow_peer`."""
+
+    def open(self, target: str) -> PeerChannel:
+        """Open a channel with a connection of its own. Raises FAILED_PRECONDITION / PEER_SECURITY."""
+        try:
+            if not self._may_call(target):
+                raise SecurityError(f"this service does not call {target} as itself: no allow_peer names it")
+            channel = connect(target, peer_options(target), self.security)
+            return PeerChannel(channel, bind(channel, self.security))
+        except SecurityError as error:
+            raise failed_precondition("PEER_SECURITY", str(error), target=target) from error
+
+    def _may_call(self, target: str) -> bool:
+        if self.allowed:
+            return any(_matches(pattern, target) for pattern in self.allowed)
+        if self.security.metadata() is None:
+            return True
+        # Whoever asked may have made the target up. An authority of everybody vouches for servers of everybody.
+        if self.security.ca is not None:
+            return str(self.security.ca) != SYSTEM and self.security.is_tls(target)
+        return is_local(target)
+
+
+def _matches(pattern: str, target: str) -> bool:
+    # Neither a scheme nor a path fits into a *: behind dns: or unix: the same name is somebody else's.
+    return re.fullmatch("[A-Za-z0-9.-]*".join(map(re.escape, pattern.split("*"))), target) is not None

@@ -16,9 +16,9 @@ import grpc
 import grpc.aio
 
 from services.runtime.errors import Code, TurnoutError, invalid_argument, unavailable
-from services.runtime.peers import open_peer
+from services.runtime.peers import Dialer
 from services.runtime.statuses import from_rpc_error
-from turnout.channels import Security, proxy_variable
+from turnout.channels import proxy_variable
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +35,8 @@ class Link:
 class Links:
     """One link per target, shared by all runs."""
 
-    def __init__(self, security: Security) -> None:
-        self._security = security
+    def __init__(self, dialer: Dialer) -> None:
+        self._dialer = dialer
         self._links: dict[str, Link] = {}
         self._channels: list[grpc.aio.Channel] = []
 
@@ -45,7 +45,7 @@ class Links:
         if not target:
             raise invalid_argument(field, f"{field} must not be empty", value=target)
         if target not in self._links:
-            control, parked = (open_peer(target, self._security) for _ in range(2))
+            control, parked = (self._dialer.open(target) for _ in range(2))
             self._channels += (control.channel, parked.channel)
             self._links[target] = Link(control.stubs, parked.stubs)
         return self._links[target]

@@ -38,7 +38,7 @@ class SchedulerService(HostedService):
 
     def __init__(self, settings: SchedulerSettings, context: HostContext, create: PolicyFactory) -> None:
         tools = Tools(context.clock, context.draining, settings, Holdings(), lambda: uuid.uuid4().hex)
-        self._links = Links(settings.peer_security())
+        self._links = Links(settings.dialer())
         self.registry = Registry(tools, self._links, create, SchedulerMetrics(context.metrics))
         self.keeper: Keeper | None = None
         self._context = context

@@ -25,9 +25,8 @@ from services.engine.wire.replicas import health_name, read_state
 from services.engine.wire.requests import read_output, write_engine_request
 from services.runtime.discovery import MetricsPlace
 from services.runtime.errors import TurnoutError, invalid_argument, not_found
-from services.runtime.peers import open_peer
+from services.runtime.peers import Dialer
 from services.runtime.statuses import from_rpc_error
-from turnout.channels import Security
 from turnout.engine.v1 import engine_pb2 as pb
 from turnout.engine.v1 import engine_pb2_grpc
 
@@ -41,9 +40,9 @@ was cut at its agent."""
 class Agent:
     """The channels to one agent."""
 
-    def __init__(self, target: str, security: Security) -> None:
+    def __init__(self, target: str, dialer: Dialer) -> None:
         self.users = 0
-        self._control, self._data = open_peer(target, security), open_peer(target, security)
+        self._control, self._data = dialer.open(target), dialer.open(target)
         self.control = engine_pb2_grpc.EngineControllerStub(self._control.stubs)
         self.data = engine_pb2_grpc.EngineControllerStub(self._data.stubs)
         self.metrics = MetricsPlace(self._control.stubs, target)
@@ -77,9 +76,9 @@ class Agent:
 class Agents:
     """The agents in use, by target."""
 
-    def __init__(self, run_id: Callable[[], str], security: Security) -> None:
+    def __init__(self, run_id: Callable[[], str], dialer: Dialer) -> None:
         self._run_id = run_id
-        self._security = security
+        self._dialer = dialer
         self._agents: dict[str, Agent] = {}
 
     async def open(self, spec: ReplicaSpec) -> AgentBackend:
@@ -88,7 +87,7 @@ class Agents:
             raise invalid_argument("spec.endpoint", "the backend agent needs the gRPC target of the agent")
         agent = self._agents.get(spec.endpoint)
         if agent is None:
-            agent = self._agents[spec.endpoint] = Agent(spec.endpoint, self._security)
+            agent = self._agents[spec.endpoint] = Agent(spec.endpoint, self._dialer)
         agent.users += 1
         return AgentBackend(spec.replica_id, agent, self._run_id, lambda: self._release(spec.endpoint))
 

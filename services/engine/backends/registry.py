@@ -32,7 +32,7 @@ class Backends:
     def __init__(self, settings: EngineSettings, clock: Clock, run_id: Callable[[], str], cluster: Cluster) -> None:
         self._clock = clock
         self._cluster = cluster
-        self._agents = Agents(run_id, settings.peer_security())
+        self._agents = Agents(run_id, settings.dialer())
         self._config = reference_config(settings)
         self._vllm_config = settings.vllm_config
 
