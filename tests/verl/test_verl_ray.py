@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 
-from services.engine.backends.base import EngineRequest
+from services.engine.backends.base import EngineProgress, EngineRequest
 from services.engine.backends.verl_ray import VerlBackend
 from services.engine.cluster.verl import ENGINE_CALLS, METHODS, VerlSurface
 from services.engine.domain.engine_state import NATIVE_RELEASE
 from services.engine.domain.requests import Finish, JoinKey, Sampling
 from services.engine.domain.spec import ALL_CACHES, KV_CACHE, WEIGHTS, PauseMode, ReplicaSpec, Role, Weights
 from services.engine.domain.tokens import Stretches
+from services.engine.guarded.backend import GuardedBackend
 from services.runtime.clock import MonotonicClock
 from services.runtime.errors import TurnoutError
 from tests.verl.balancer import CONTRACT
@@ -293,6 +294,20 @@ async def test_requests_of_verls_own_clients_are_read_in_the_server() -> None:
     del states["another"]
     again = await backend.progress()
     assert (again.running, again.decoded_tokens, again.prefilled_tokens) == (2, 9, 16)
+
+
+async def test_a_request_that_has_not_reached_the_server_yet_is_no_request_less(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It was taken off those that run there, and -1 was told of a server with nothing in it."""
+    backend = await backend_of(VerlServer())
+
+    async def under_way(self: GuardedBackend) -> EngineProgress:
+        return EngineProgress(output_tokens={"a": 0}, waiting=1)
+
+    monkeypatch.setattr(GuardedBackend, "progress", under_way)
+    progress = await backend.progress()
+    assert (progress.running, progress.waiting) == (0, 1)
 
 
 @pytest.mark.parametrize("request_id", ["turnout:", 'turnout:["train"]', "turnout:[1]", 'turnout:["a","b","c",0,"d"]'])

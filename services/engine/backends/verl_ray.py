@@ -40,7 +40,8 @@ class VerlBackend(GuardedBackend):
             foreign=foreign,
             decoded_tokens=own.decoded_tokens + self._decoded,
             prefilled_tokens=own.prefilled_tokens + self._prefilled,
-            running=own.running + count - len(own.output_tokens),
+            # One of ours may still be on its way to the engine.
+            running=max(0, own.running + count - len(own.output_tokens)),
         )
 
 
