@@ -92,6 +92,8 @@ class Fleet:
         del self._slots[replica_id]
         self.placement.remove(replica_id)
         self._book.removed(replica_id)
+        # Whoever watches its engine lets go of it, before it is closed.
+        slot.probe_wanted.set()
         self._changed(slot)
         return slot
 

@@ -114,6 +114,26 @@ async def test_h38_the_death_of_an_idle_engine_is_noticed_through_its_agent() ->
         assert engine.controller.fleet.get("s1").serves()
 
 
+async def test_an_engine_whose_replica_was_removed_is_watched_no_longer() -> None:
+    """Its watch went on for a whole interval, over connections that were closed under it: a stack trace in the log."""
+    watching, ended = asyncio.Event(), asyncio.Event()
+    async with recorded("s0:standalone", probe_interval=NEVER_S) as (engine, recorders):
+
+        async def watch() -> None:
+            watching.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ended.set()
+
+        recorders["s0"].watch = watch  # type: ignore[method-assign]
+        engine.controller.fleet.get("s0").probe_wanted.set()
+        await watching.wait()
+        await engine.stub.Deregister(pb.DeregisterRequest(run_id=RUN, replica_id="s0"))
+        async with asyncio.timeout(20):
+            await ended.wait()
+
+
 async def test_a_sign_of_death_that_a_probe_refutes_costs_little() -> None:
     """An agent that drains says so and lives on for a while; to probe it all the time would help nobody."""
     async with recorded("s0:standalone", probe_interval=NEVER_S) as (engine, recorders):
