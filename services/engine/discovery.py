@@ -39,9 +39,14 @@ async def _agent_of(slot: Slot) -> str | None:
 
 def engine_of(spec: ReplicaSpec) -> ScrapeTarget | None:
     """An engine that is reached over HTTP, as vLLM and SGLang, serves metrics of its own there."""
-    url = urlsplit(spec.endpoint)
+    try:
+        url = urlsplit(spec.endpoint)
+        port = url.port or _PORTS.get(url.scheme)
+    except ValueError:
+        # Only backends that connect to it judge an endpoint.
+        return None
     if url.scheme not in _PORTS or url.hostname is None:
         return None
     host = f"[{url.hostname}]" if ":" in url.hostname else url.hostname
     labels = {"service": "replica", "replica_id": spec.replica_id, "role": spec.role.value}
-    return ScrapeTarget(f"{url.scheme}://{host}:{url.port or _PORTS[url.scheme]}", labels)
+    return ScrapeTarget(f"{url.scheme}://{host}:{port}", labels)

@@ -204,6 +204,8 @@ def test_a_peers_metrics_are_listed_as_they_can_be_reached(told: str, target: st
         ("http://[fd00::7]:8000/v1", "[fd00::7]:8000"),
         ("https://vllm.example", "vllm.example:443"),
         ("actor-name", None),
+        ("http://[fd00::7", None),
+        ("http://vllm.example:99999", None),
     ],
 )
 def test_engines_behind_http_are_scraped_themselves(endpoint: str, place: str | None) -> None:

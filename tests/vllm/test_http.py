@@ -120,6 +120,14 @@ async def reason(call: Any) -> str:
     return caught.value.reason
 
 
+async def test_a_gateway_with_a_status_of_its_own_is_a_sign_of_life() -> None:
+    """520 is in no standard: reading it was a failure of the controller, twice a second."""
+    server = Server()
+    surface = await connected(server)
+    server.answers["/health"] = lambda _: httpx.Response(520)
+    await surface.check()
+
+
 async def test_a_server_is_asked_what_it_has() -> None:
     surface = await connected(Server())
     assert surface.offers >= {calls.SLEEP, calls.RELEASE_KV, calls.WEIGHT_TRANSFER, calls.WEIGHT_VERSION, calls.MEMORY}

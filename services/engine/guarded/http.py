@@ -11,6 +11,7 @@ import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from http import HTTPStatus
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 import httpx
 
@@ -95,7 +96,7 @@ class HttpServer:
         answer = await self.request(by, route, READ_S)
         return answer.status_code == HTTPStatus.METHOD_NOT_ALLOWED
 
-    async def sign_of_life(self, route: str) -> HTTPStatus | None:
+    async def sign_of_life(self, route: str) -> int | None:
         """The status of a route that is answered at once, None if it hangs; UNAVAILABLE / ENGINE_DEAD if it is gone."""
         try:
             answer = await self._control.get(route, timeout=CHECK_S)
@@ -104,7 +105,7 @@ class HttpServer:
             return None
         except httpx.TransportError as error:
             raise engine_dead(f"{self.url} does not answer: {type(error).__name__}") from error
-        return HTTPStatus(answer.status_code)
+        return answer.status_code
 
     async def stream(
         self, route: str, body: Mapping[str, Any], headers: Mapping[str, str] | None = None
@@ -156,6 +157,18 @@ class HttpServer:
                 return invalid_argument("request", told, reason="ENGINE_REFUSED")
             case _:
                 return aborted("ENGINE_FAILED", told)
+
+
+def require_url(backend: str, endpoint: str) -> str:
+    """`spec.endpoint` as the URL of a server; INVALID_ARGUMENT if it is none."""
+    try:
+        parts, _ = urlsplit(endpoint), httpx.URL(endpoint)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except (ValueError, httpx.InvalidURL):
+        usable = False
+    if not usable:
+        raise invalid_argument("spec.endpoint", f"{backend} needs the URL of a server", value=endpoint)
+    return endpoint
 
 
 def read_object(answer: httpx.Response) -> dict[str, Any]:

@@ -141,7 +141,7 @@ class HttpSurface:
     # ---------------------------------------------------------------------------------------------------------- reads
 
     async def check(self) -> None:
-        if await self._server.sign_of_life("/health") is HTTPStatus.SERVICE_UNAVAILABLE:
+        if await self._server.sign_of_life("/health") == HTTPStatus.SERVICE_UNAVAILABLE:
             raise engine_dead(f"the engine behind {self.url} has died")
 
     async def unfinished(self) -> int:
