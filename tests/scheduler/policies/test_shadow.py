@@ -60,7 +60,9 @@ def test_a_shadow_that_cannot_answer_changes_nothing() -> None:
 def test_a_simulated_run_goes_as_with_the_acting_policy() -> None:
     """Hearing jit must not change a second of verl's run."""
     workload = load("tiny-batch").model_copy(update={"steps": 10})
-    assert simulate(workload, "shadow:jit", 0).hours == simulate(workload, "verl", 0).hours
+    alone = simulate(workload, "verl", 0).hours
+    # Whoever is asked more often adds the same times up in other pieces.
+    assert simulate(workload, "shadow:jit", 0).hours == pytest.approx(alone, rel=1e-12)
 
 
 def test_names() -> None:
