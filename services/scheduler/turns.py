@@ -4,7 +4,8 @@ A trajectory that calls tools is one request after the other, each of which coun
 from, and how far it is, is the sum.
 
 Invariants: a request that goes on elsewhere keeps what it has, so it is no turn of its own; several requests of one
-trajectory at a time each count with all turns that ended; what is kept of a group goes with it.
+trajectory at a time each count with all turns that ended; what is kept of a group goes with it, also if a reading that
+was on its way, or an engine that has not ended its requests yet, still tells of it.
 """
 
 from __future__ import annotations
@@ -32,14 +33,23 @@ class Turns:
 
     def __init__(self) -> None:
         self._groups: dict[str, dict[_Trajectory, _Turns]] = {}
+        self._gone: set[str] = set()
+        """Groups that were forgotten since the last reading, or that it still told of."""
+        self._reading = False
 
     def read(self, requests: Iterable[engine_pb2.RequestProgress]) -> None:
         """Take in all requests that run now."""
+        self._reading = True
         running: dict[tuple[str, int, int], dict[str, int]] = {}
+        late: set[str] = set()
         for request in requests:
             key = request.join_key
+            if key.group_id in self._gone:
+                late.add(key.group_id)
+                continue
             present = running.setdefault((key.group_id, key.trajectory, key.attempt), {})
             present[request.engine_request_id] = request.output_tokens
+        self._gone = late
         for (group, trajectory, attempt), present in running.items():
             turns = self._groups.setdefault(group, {}).setdefault((trajectory, attempt), _Turns())
             if present.keys() != turns.present.keys():
@@ -54,6 +64,8 @@ class Turns:
     def forget(self, group_id: str) -> None:
         """The group is finished, or gone."""
         self._groups.pop(group_id, None)
+        if self._reading:
+            self._gone.add(group_id)
 
 
 def _ended(before: dict[str, int], now: dict[str, int]) -> int:

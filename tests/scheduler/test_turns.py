@@ -59,3 +59,15 @@ def test_another_attempt_begins_anew_and_a_group_takes_its_turns_with_it() -> No
     assert seen(turns, running("t2", 20, attempt=2)) == [20]
     turns.forget("g")
     assert seen(turns, running("t9", 7)) == [7]
+
+
+def test_a_group_that_is_gone_is_not_kept_because_its_requests_still_run() -> None:
+    """A reading that crossed with the group's end brought it back, and nothing ever took it away again."""
+    turns = Turns()
+    seen(turns, running("t1", 900))
+    turns.forget("g")
+    for _ in range(2):
+        assert seen(turns, running("t1", 950)) == [950]
+        assert not turns._groups
+    seen(turns)
+    assert not turns._gone
