@@ -173,6 +173,22 @@ def test_a_batch_that_is_yet_to_come_has_not_decoded_since_the_last_reading() ->
     assert decision.numbers["wait_alone_seconds"] > 100
 
 
+def test_a_step_that_a_crash_of_the_trainer_cut_teaches_nothing() -> None:
+    """The hour until it was back was taken for an error of the prediction, and for a wait after the reclaim."""
+    scene = Scene()
+    scene.history()
+    scene.running(64)
+    scene.end(1, sampleable=0, in_flight=64)
+    scene.feed(LendDone(at=scene.now, cost_s=15), StepBegan(at=scene.now, step=2))
+    scene.feed(ReclaimDone(at=scene.now, cost_s=5))
+    before = copy.deepcopy(scene.policy)
+    scene.now += 3600
+    scene.feed(RunOpened(at=scene.now, config=configured(RUN, enable_switch=True)))
+    scene.feed(StepBegan(at=scene.now, step=2), StepEnded(at=scene.now, step=2))
+    assert scene.policy._guard.correction_s == before._guard.correction_s
+    assert scene.policy._known.hindsight.stretch == before._known.hindsight.stretch
+
+
 def test_never_lends_at_the_last_step() -> None:
     """Nothing follows it."""
     scene = Scene()

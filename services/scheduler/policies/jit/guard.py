@@ -92,6 +92,10 @@ class Guard:
         """So much of it was training."""
         self._trained_s += seconds
 
+    def forget_step(self) -> None:
+        """Its prediction counts for nothing."""
+        self._predicted = None
+
     def step_ended(self, at: float, alone_s: float, lent_s: float) -> None:
         """It ended. alone_s, lent_s: what would have been predicted of it, had its lengths been known."""
         if self._predicted is None:

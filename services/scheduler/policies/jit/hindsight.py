@@ -42,6 +42,10 @@ class Hindsight:
         """A mini-batch was waited for."""
         self._waited_s += wait_s
 
+    def forget_step(self) -> None:
+        """Its prediction counts for nothing."""
+        self._predicted_s = None
+
     def step_ended(self) -> None:
         """Learn from the step."""
         if self._predicted_s is not None and self._train_s > 0:

@@ -75,6 +75,10 @@ class JitPolicy:
         match event:
             case RunOpened():
                 self._config = event.config
+                # Of a step that was cut, or that goes on by other rules, nothing can be learned.
+                self._unpredicted, self._replay = False, None
+                self._guard.forget_step()
+                hindsight.forget_step()
             case StepBegan():
                 self._step = event.step
                 self._mini_batches_done = 0
