@@ -16,6 +16,7 @@ from weakref import WeakValueDictionary
 
 from services.runtime.errors import Code, TurnoutError, invalid_argument, not_found, require_id
 from services.runtime.logs import get_logger
+from services.scheduler import lending
 from services.scheduler.checkpoints import Checkpoints
 from services.scheduler.domain import config as configs
 from services.scheduler.domain.config import PolicyFactory, RunConfig
@@ -204,11 +205,14 @@ class Registry:
 
     # ------------------------------------------------------------------------------------------ life and care
 
-    async def close_run(self, run_id: str, epoch: int, reason: str) -> None:
-        """End a run; closing it again is OK. GPUs stay where they are."""
-        await self._owned(run_id, lambda: self._close_run(run_id, epoch, reason))
+    async def close_run(self, run_id: str, epoch: int, reason: str, *, engines_gone: bool) -> None:
+        """End a run; closing it again is OK. GPUs that are lent are taken back first, unless their engines are gone.
 
-    async def _close_run(self, run_id: str, epoch: int, reason: str) -> None:
+        Raises ABORTED / RECLAIM_FAILED or ABORT_LEND_FAILED; then the run holds its GPUs, and takes no other call.
+        """
+        await self._owned(run_id, lambda: self._close_run(run_id, epoch, reason, engines_gone=engines_gone))
+
+    async def _close_run(self, run_id: str, epoch: int, reason: str, *, engines_gone: bool) -> None:
         entry = self._entry(run_id)
         run = entry.hosted.run
         run.check_epoch(epoch)
@@ -216,6 +220,9 @@ class Registry:
             await entry.hosted.durable()
             return
         await self._end(entry)
+        if not engines_gone:
+            # The next run that holds these GPUs must find no engine of this one awake.
+            await lending.ensure_trainer(entry.hosted)
         self._tools.holdings.release(run_id)
         entry.hosted.undertaking = None
         run.close(reason, entry.hosted.moment)

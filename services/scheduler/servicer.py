@@ -48,7 +48,10 @@ class SchedulerServicer(scheduler_pb2_grpc.SwitchSchedulerServicer):
         return await self._registry.open(opening_of(request))
 
     async def CloseRun(self, request: pb.CloseRunRequest, context: Context) -> pb.CloseRunResponse:
-        await self._registry.close_run(request.run_id, request.epoch, request.reason)
+        closing = self._registry.close_run(
+            request.run_id, request.epoch, request.reason, engines_gone=request.engines_gone
+        )
+        await closing
         return pb.CloseRunResponse()
 
     async def GetRun(self, request: pb.GetRunRequest, context: Context) -> pb.GetRunResponse:

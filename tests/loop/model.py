@@ -198,12 +198,16 @@ class Model:
             request = pb.CloseRunRequest(run_id=job.run_id, epoch=job.epoch, reason="enough")
             await self.asked(self.scheduler.CloseRun(request))
         except Refused:
+            # Its engines are not confirmed free: it holds its GPUs, and only a successor goes on with it.
+            job.alive, job.lend = False, None
             return
         self._gives_away(job)
         job.alive = job.open = False
         job.lend = None
         for cell in self.house.room.of(job.run_id):
             if not cell.dead:
+                hybrid = cell.spec.replica_id != f"{job.run_id}-s"
+                assert not (hybrid and await cell.awake()), "a run was closed over an engine that is awake"
                 await cell.die()
 
     async def train(self, job: Job, calls: int, **ways: bool) -> None:
@@ -376,7 +380,8 @@ class Model:
 
     async def _check_runs(self) -> None:
         """Runs are what their trainers were told."""
-        listed = (await self.asked(self.scheduler.ListRuns(pb.ListRunsRequest()))).runs
+        # The channel may not have found a service that came back again yet.
+        listed = (await self.asked(self.scheduler.ListRuns(pb.ListRunsRequest(), wait_for_ready=True))).runs
         runs = {run.run_id: run for run in listed}
         assert "stranger" not in runs
         for job in self.jobs.values():
@@ -395,7 +400,7 @@ class Model:
         """No group is lost, and none is trained on twice."""
         for job in self.jobs.values():
             request = bpb.GetLedgerRequest(run_id=job.run_id, partition="train")
-            ledger = await self.asked(self.buffer.GetLedger(request))
+            ledger = await self.asked(self.buffer.GetLedger(request, wait_for_ready=True))
             present = ledger.present
             there = present.pending + present.running + present.finished + present.failed + present.sampled
             assert (ledger.added, ledger.committed) == (len(job.added), len(job.committed))

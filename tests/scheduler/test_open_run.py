@@ -353,8 +353,8 @@ async def test_a_run_without_hybrid_gpus_trains_and_never_touches_the_engine() -
         assert w.moves() == []
 
 
-async def test_closing_a_run_ends_its_waits_releases_its_gpus_and_moves_nothing() -> None:
-    """A closed run that still held GPUs would lock the next one out."""
+async def test_closing_a_run_ends_its_waits_and_takes_lent_gpus_back() -> None:
+    """A closed run that still held GPUs would lock the next one out; one that left engines awake, train over them."""
     async with world() as w:
         trainer = await w.trainer()
         await trainer.begin(1)
@@ -365,14 +365,74 @@ async def test_closing_a_run_ends_its_waits_releases_its_gpus_and_moves_nothing(
         await w.stub.CloseRun(close)
         assert (await error_of(rest_of(stream))).reason == "RUN_CLOSED"
         await w.stub.CloseRun(close)
-        assert w.moves() == []
+        assert w.moves() == ["Reclaim"]
+        assert w.engine.all_free
         run = await trainer.run()
         assert not run.open
         assert list(run.expected_calls) == []
         assert (await error_of(trainer.begin(1))).reason == "RUN_CLOSED"
-        assert (await trainer.events())[-1].run_closed.reason == "finished"
+        closed = [event.run_closed for event in await trainer.events() if event.HasField("run_closed")]
+        assert [event.reason for event in closed] == ["finished"]
         error = await error_of(w.open())
         assert error.reason != "TRAINER_ALIVE"
+
+
+def closing(trainer: Trainer, **changes: Any) -> pb.CloseRunRequest:
+    return pb.CloseRunRequest(run_id=trainer.run_id, epoch=trainer.epoch, **changes)
+
+
+async def test_a_run_holds_its_gpus_until_its_engines_are_confirmed_free() -> None:
+    """Another run that claimed a GPU from under an engine that is awake would be its second owner."""
+    async with world() as w:
+        trainer = await w.trainer()
+        engine = await second_engine(w, "gpu-hybrid-1")
+        async with host_engine(engine) as host:
+            w.engine.stubborn.add("hybrid-1")
+            error = await error_of(w.stub.CloseRun(closing(trainer)))
+            assert (error.code, error.reason) == (Code.ABORTED, "RECLAIM_FAILED")
+            assert (await trainer.run()).open
+            assert (await error_of(w.open(run_id="two", engine_target=host.target))).reason == "GPU_HELD"
+            w.engine.stubborn.clear()
+            await w.stub.CloseRun(closing(trainer))
+            assert w.engine.all_free
+            assert (await w.open(run_id="two", engine_target=host.target)).epoch == 1
+
+
+async def test_a_run_that_could_not_be_closed_may_be_taken_over_and_takes_no_other_call() -> None:
+    """A trainer that says it has ended must not be lent GPUs again, and its successor must not be locked out."""
+    async with world() as w:
+        trainer = await w.trainer()
+        w.engine.stubborn.add("hybrid-1")
+        assert (await error_of(w.stub.CloseRun(closing(trainer)))).reason == "RECLAIM_FAILED"
+        assert (await error_of(trainer.begin(1))).reason == "RUN_CLOSED"
+        w.engine.stubborn.clear()
+        successor = await w.trainer(resume=KEEP, take_over=True)
+        assert successor.epoch == trainer.epoch + 1
+        await w.buffer.set_depth(16)
+        assert (await successor.begin(1)).mode == events_pb2.MODE_TRAINER
+
+
+async def test_closing_undoes_a_lend_that_is_under_way() -> None:
+    """Weights that are on their way to an engine whose run is closed would land on the GPU of the next one."""
+    async with world() as w:
+        opened = await w.open()
+        trainer = Trainer(w.stub, opened.epoch)
+        w.moves()
+        await w.stub.CloseRun(closing(trainer))
+        assert w.moves() == ["AbortLend"]
+        assert w.engine.all_free
+
+
+async def test_a_run_whose_engines_are_gone_is_closed_without_them() -> None:
+    """A controller that never comes back would keep the GPUs of a dead job from all others for ever."""
+    async with world(transition_attempts=1) as w:
+        trainer = await w.trainer()
+        await w.engine_host.stop()
+        error = await error_of(w.stub.CloseRun(closing(trainer)))
+        assert (error.reason, error.metadata["cause"]) == ("RECLAIM_FAILED", "ENGINE_UNREACHABLE")
+        assert (await trainer.run()).open
+        await w.stub.CloseRun(closing(trainer, engines_gone=True))
+        assert not (await trainer.run()).open
 
 
 async def test_a_call_that_comes_while_its_run_is_being_closed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

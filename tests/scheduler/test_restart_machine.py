@@ -248,7 +248,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         async def closing() -> None:
             await self.stub.CloseRun(pb.CloseRunRequest(run_id=run_id, epoch=job.epoch, reason="enough"))
 
-        self.run(closing())
+        try:
+            self.run(closing())
+        except grpc.aio.AioRpcError as error:
+            if from_rpc_error(error).reason not in REFUSALS or not job.engine.stubborn:
+                raise
+            job.fenced = True
+            return
+        assert job.engine.all_free
         job.open = False
 
     @precondition(lambda self: self.at_work())

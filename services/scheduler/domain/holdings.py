@@ -1,6 +1,7 @@
 """Which open run holds which GPU.
 
-Invariant: a GPU, known by node and UUID, is held by at most one open run; a refused claim takes nothing.
+Invariant: a GPU, known by node and UUID, is held by at most one open run, which is closed only once its engines
+are confirmed free or said to be gone; a refused claim takes nothing.
 """
 
 from collections.abc import Iterable

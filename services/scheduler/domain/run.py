@@ -156,7 +156,7 @@ class Run:
         self.record(opened, moment)
 
     def close(self, reason: str, moment: Moment) -> None:
-        """The run ends. GPUs stay where they are."""
+        """The run ends. GPUs were taken back before."""
         self.is_open = False
         self.record(events.RunClosed(reason), moment)
 

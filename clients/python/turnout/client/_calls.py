@@ -52,6 +52,7 @@ _TRANSITIONS: Final = frozenset(
         "AbortWeightUpdate",
         # Scheduler: contain some of the above.
         "OpenRun",
+        "CloseRun",
         "BeginStep",
         "EndStep",
         "BeginValidation",

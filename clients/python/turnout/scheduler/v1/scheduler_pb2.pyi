@@ -562,20 +562,26 @@ class CloseRunRequest(google.protobuf.message.Message):
     RUN_ID_FIELD_NUMBER: builtins.int
     EPOCH_FIELD_NUMBER: builtins.int
     REASON_FIELD_NUMBER: builtins.int
+    ENGINES_GONE_FIELD_NUMBER: builtins.int
     run_id: builtins.str
     """The run."""
     epoch: builtins.int
     """Epoch of the caller."""
     reason: builtins.str
     """Why, free text."""
+    engines_gone: builtins.bool
+    """The engines of the run's hybrid replicas are known to have ended: close it without asking the controller. Only the
+    caller can know; an engine that lives on keeps its memory on a GPU that another run may then hold.
+    """
     def __init__(
         self,
         *,
         run_id: builtins.str = ...,
         epoch: builtins.int = ...,
         reason: builtins.str = ...,
+        engines_gone: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "reason", b"reason", "run_id", b"run_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["engines_gone", b"engines_gone", "epoch", b"epoch", "reason", b"reason", "run_id", b"run_id"]) -> None: ...
 
 Global___CloseRunRequest: typing_extensions.TypeAlias = CloseRunRequest
 

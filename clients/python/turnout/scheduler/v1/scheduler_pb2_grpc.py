@@ -142,8 +142,10 @@ class SwitchSchedulerServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def CloseRun(self, request, context):
-        """CloseRun ends a run: its waits end, its GPUs may be held by another run, and they stay where they are. Repeating it is
-        OK; every other call of the epoch is FAILED_PRECONDITION / RUN_CLOSED from then on.
+        """CloseRun ends a run: its waits end, GPUs that are lent are reclaimed, and once all of them are confirmed free another
+        run may hold them. Repeating it is OK; every other call of the epoch is FAILED_PRECONDITION / RUN_CLOSED from then on.
+        Errors: ABORTED / RECLAIM_FAILED or ABORT_LEND_FAILED. The run holds its GPUs then, and its trainer's other calls are
+        refused all the same: repeat it, or say that the engines are gone. OpenRun may take the run over instead.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -496,8 +496,10 @@ class SwitchSchedulerStub(typing.Generic[_SwitchSchedulerOpenRunType, _SwitchSch
     """
 
     CloseRun: _SwitchSchedulerCloseRunType
-    """CloseRun ends a run: its waits end, its GPUs may be held by another run, and they stay where they are. Repeating it is
-    OK; every other call of the epoch is FAILED_PRECONDITION / RUN_CLOSED from then on.
+    """CloseRun ends a run: its waits end, GPUs that are lent are reclaimed, and once all of them are confirmed free another
+    run may hold them. Repeating it is OK; every other call of the epoch is FAILED_PRECONDITION / RUN_CLOSED from then on.
+    Errors: ABORTED / RECLAIM_FAILED or ABORT_LEND_FAILED. The run holds its GPUs then, and its trainer's other calls are
+    refused all the same: repeat it, or say that the engines are gone. OpenRun may take the run over instead.
     """
 
     GetRun: _SwitchSchedulerGetRunType
@@ -662,8 +664,10 @@ class SwitchSchedulerServicer(metaclass=abc.ABCMeta):
         request: turnout.scheduler.v1.scheduler_pb2.CloseRunRequest,
         context: _ServicerContext,
     ) -> typing.Union[turnout.scheduler.v1.scheduler_pb2.CloseRunResponse, collections.abc.Awaitable[turnout.scheduler.v1.scheduler_pb2.CloseRunResponse]]:
-        """CloseRun ends a run: its waits end, its GPUs may be held by another run, and they stay where they are. Repeating it is
-        OK; every other call of the epoch is FAILED_PRECONDITION / RUN_CLOSED from then on.
+        """CloseRun ends a run: its waits end, GPUs that are lent are reclaimed, and once all of them are confirmed free another
+        run may hold them. Repeating it is OK; every other call of the epoch is FAILED_PRECONDITION / RUN_CLOSED from then on.
+        Errors: ABORTED / RECLAIM_FAILED or ABORT_LEND_FAILED. The run holds its GPUs then, and its trainer's other calls are
+        refused all the same: repeat it, or say that the engines are gone. OpenRun may take the run over instead.
         """
 
     @abc.abstractmethod

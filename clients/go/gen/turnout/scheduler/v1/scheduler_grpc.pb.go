@@ -27,8 +27,10 @@ type SwitchSchedulerClient interface {
 	// GPUs that a predecessor left lent are reclaimed first: ABORTED / RECLAIM_FAILED if that fails. The lend of the start
 	// begins at the controller (BeginLend) here if hybrids are registered already, else with CompleteLend.
 	OpenRun(ctx context.Context, in *OpenRunRequest, opts ...grpc.CallOption) (*OpenRunResponse, error)
-	// CloseRun ends a run: its waits end, its GPUs may be held by another run, and they stay where they are. Repeating it is
-	// OK; every other call of the epoch is FAILED_PRECONDITION / RUN_CLOSED from then on.
+	// CloseRun ends a run: its waits end, GPUs that are lent are reclaimed, and once all of them are confirmed free another
+	// run may hold them. Repeating it is OK; every other call of the epoch is FAILED_PRECONDITION / RUN_CLOSED from then on.
+	// Errors: ABORTED / RECLAIM_FAILED or ABORT_LEND_FAILED. The run holds its GPUs then, and its trainer's other calls are
+	// refused all the same: repeat it, or say that the engines are gone. OpenRun may take the run over instead.
 	CloseRun(ctx context.Context, in *CloseRunRequest, opts ...grpc.CallOption) (*CloseRunResponse, error)
 	// GetRun reads a run.
 	GetRun(ctx context.Context, in *GetRunRequest, opts ...grpc.CallOption) (*GetRunResponse, error)
@@ -319,8 +321,10 @@ type SwitchSchedulerServer interface {
 	// GPUs that a predecessor left lent are reclaimed first: ABORTED / RECLAIM_FAILED if that fails. The lend of the start
 	// begins at the controller (BeginLend) here if hybrids are registered already, else with CompleteLend.
 	OpenRun(context.Context, *OpenRunRequest) (*OpenRunResponse, error)
-	// CloseRun ends a run: its waits end, its GPUs may be held by another run, and they stay where they are. Repeating it is
-	// OK; every other call of the epoch is FAILED_PRECONDITION / RUN_CLOSED from then on.
+	// CloseRun ends a run: its waits end, GPUs that are lent are reclaimed, and once all of them are confirmed free another
+	// run may hold them. Repeating it is OK; every other call of the epoch is FAILED_PRECONDITION / RUN_CLOSED from then on.
+	// Errors: ABORTED / RECLAIM_FAILED or ABORT_LEND_FAILED. The run holds its GPUs then, and its trainer's other calls are
+	// refused all the same: repeat it, or say that the engines are gone. OpenRun may take the run over instead.
 	CloseRun(context.Context, *CloseRunRequest) (*CloseRunResponse, error)
 	// GetRun reads a run.
 	GetRun(context.Context, *GetRunRequest) (*GetRunResponse, error)

@@ -335,6 +335,11 @@ export interface CloseRunRequest {
   epoch: bigint;
   /** Why, free text. */
   reason: string;
+  /**
+   * The engines of the run's hybrid replicas are known to have ended: close it without asking the controller. Only the
+   * caller can know; an engine that lives on keeps its memory on a GPU that another run may then hold.
+   */
+  enginesGone: boolean;
 }
 
 /** CloseRunResponse is empty. */
@@ -2808,7 +2813,7 @@ export const OpenRunResponse: MessageFns<OpenRunResponse> = {
 };
 
 function createBaseCloseRunRequest(): CloseRunRequest {
-  return { runId: "", epoch: 0n, reason: "" };
+  return { runId: "", epoch: 0n, reason: "", enginesGone: false };
 }
 
 export const CloseRunRequest: MessageFns<CloseRunRequest> = {
@@ -2824,6 +2829,9 @@ export const CloseRunRequest: MessageFns<CloseRunRequest> = {
     }
     if (message.reason !== "") {
       writer.uint32(26).string(message.reason);
+    }
+    if (message.enginesGone !== false) {
+      writer.uint32(32).bool(message.enginesGone);
     }
     return writer;
   },
@@ -2865,6 +2873,14 @@ export const CloseRunRequest: MessageFns<CloseRunRequest> = {
             message.reason = reader.string();
             continue;
           }
+          case 4: {
+            if (tag !== 32) {
+              break;
+            }
+
+            message.enginesGone = reader.bool();
+            continue;
+          }
         }
         if ((tag & 7) === 4 || tag === 0) {
           break;
@@ -2886,6 +2902,11 @@ export const CloseRunRequest: MessageFns<CloseRunRequest> = {
         : "",
       epoch: isSet(object.epoch) ? BigInt(object.epoch) : 0n,
       reason: isSet(object.reason) ? globalThis.String(object.reason) : "",
+      enginesGone: isSet(object.enginesGone)
+        ? globalThis.Boolean(object.enginesGone)
+        : isSet(object.engines_gone)
+        ? globalThis.Boolean(object.engines_gone)
+        : false,
     };
   },
 
@@ -2900,6 +2921,9 @@ export const CloseRunRequest: MessageFns<CloseRunRequest> = {
     if (message.reason !== "") {
       obj.reason = message.reason;
     }
+    if (message.enginesGone !== false) {
+      obj.enginesGone = message.enginesGone;
+    }
     return obj;
   },
 
@@ -2911,6 +2935,7 @@ export const CloseRunRequest: MessageFns<CloseRunRequest> = {
     message.runId = object.runId ?? "";
     message.epoch = (object.epoch !== undefined && object.epoch !== null) ? BigInt(object.epoch) : 0n;
     message.reason = object.reason ?? "";
+    message.enginesGone = object.enginesGone ?? false;
     return message;
   },
 };
@@ -7216,8 +7241,10 @@ export const SwitchSchedulerService = {
     responseDeserialize: (value: Buffer): OpenRunResponse => OpenRunResponse.decode(value),
   },
   /**
-   * CloseRun ends a run: its waits end, its GPUs may be held by another run, and they stay where they are. Repeating it is
-   * OK; every other call of the epoch is FAILED_PRECONDITION / RUN_CLOSED from then on.
+   * CloseRun ends a run: its waits end, GPUs that are lent are reclaimed, and once all of them are confirmed free another
+   * run may hold them. Repeating it is OK; every other call of the epoch is FAILED_PRECONDITION / RUN_CLOSED from then on.
+   * Errors: ABORTED / RECLAIM_FAILED or ABORT_LEND_FAILED. The run holds its GPUs then, and its trainer's other calls are
+   * refused all the same: repeat it, or say that the engines are gone. OpenRun may take the run over instead.
    */
   closeRun: {
     path: "/turnout.scheduler.v1.SwitchScheduler/CloseRun" as const,
@@ -7425,8 +7452,10 @@ export interface SwitchSchedulerServer extends UntypedServiceImplementation {
    */
   openRun: handleUnaryCall<OpenRunRequest, OpenRunResponse>;
   /**
-   * CloseRun ends a run: its waits end, its GPUs may be held by another run, and they stay where they are. Repeating it is
-   * OK; every other call of the epoch is FAILED_PRECONDITION / RUN_CLOSED from then on.
+   * CloseRun ends a run: its waits end, GPUs that are lent are reclaimed, and once all of them are confirmed free another
+   * run may hold them. Repeating it is OK; every other call of the epoch is FAILED_PRECONDITION / RUN_CLOSED from then on.
+   * Errors: ABORTED / RECLAIM_FAILED or ABORT_LEND_FAILED. The run holds its GPUs then, and its trainer's other calls are
+   * refused all the same: repeat it, or say that the engines are gone. OpenRun may take the run over instead.
    */
   closeRun: handleUnaryCall<CloseRunRequest, CloseRunResponse>;
   /** GetRun reads a run. */
@@ -7516,8 +7545,10 @@ export interface SwitchSchedulerClient extends Client {
     callback: (error: ServiceError | null, response: OpenRunResponse) => void,
   ): ClientUnaryCall;
   /**
-   * CloseRun ends a run: its waits end, its GPUs may be held by another run, and they stay where they are. Repeating it is
-   * OK; every other call of the epoch is FAILED_PRECONDITION / RUN_CLOSED from then on.
+   * CloseRun ends a run: its waits end, GPUs that are lent are reclaimed, and once all of them are confirmed free another
+   * run may hold them. Repeating it is OK; every other call of the epoch is FAILED_PRECONDITION / RUN_CLOSED from then on.
+   * Errors: ABORTED / RECLAIM_FAILED or ABORT_LEND_FAILED. The run holds its GPUs then, and its trainer's other calls are
+   * refused all the same: repeat it, or say that the engines are gone. OpenRun may take the run over instead.
    */
   closeRun(
     request: CloseRunRequest,
