@@ -21,6 +21,16 @@ Tick = Callable[[], None]
 """Called by a loop at each of its turns: it is alive."""
 
 
+async def together(*works: Coroutine[Any, Any, Any]) -> list[Any]:
+    """What each of them returns; once one fails the others are cancelled, and its error is raised."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(work) for work in works]
+    except ExceptionGroup as failed:
+        raise failed.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
 @dataclass(slots=True)
 class LoopStatus:
     """How a supervised loop fares. `last_tick` is in domain seconds; None before the first."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable
 from typing import Any
@@ -126,6 +127,30 @@ async def test_a_gateway_with_a_status_of_its_own_is_a_sign_of_life() -> None:
     surface = await connected(server)
     server.answers["/health"] = lambda _: httpx.Response(520)
     await surface.check()
+
+
+async def test_a_reading_that_fails_leaves_no_question_open() -> None:
+    """Workers that hang while another route fails: each probe left a connection behind, until there were none."""
+    server, asked, given_up = Server(), asyncio.Event(), asyncio.Event()
+
+    async def hang() -> None:
+        asked.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            given_up.set()
+
+    async def answer(request: httpx.Request) -> httpx.Response:
+        if server.answers and request.url.path == "/collective_rpc":
+            await hang()
+        if server.answers and request.url.path == "/is_paused":
+            await asked.wait()
+        return await server(request)
+
+    surface = await connect("http://engine/", httpx.MockTransport(answer))
+    server.answers["/is_paused"] = lambda _: httpx.Response(500)
+    assert await reason(surface.read()) == "ENGINE_FAILED"
+    assert given_up.is_set()
 
 
 async def test_a_server_is_asked_what_it_has() -> None:

@@ -7,7 +7,6 @@ metrics, and what they did to its memory from the state of its last sleep.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from http import HTTPStatus
@@ -25,6 +24,7 @@ from services.engine.guarded.residency import TAGS
 from services.engine.guarded.surface import Draw, Reading, Tokens
 from services.engine.vllm.memory import MEMORY_METHOD, read_memory
 from services.runtime.errors import TurnoutError, aborted, failed_precondition
+from services.runtime.tasks import together
 
 DESCRIBE_S: Final = 60.0
 """Wall seconds for /server_info, which starts programs to describe its machine when it is asked first."""
@@ -149,7 +149,7 @@ class HttpSurface:
         return int(metrics.get("vllm:num_requests_running", 0) + metrics.get("vllm:num_requests_waiting", 0))
 
     async def read(self, memory: bool = True) -> Reading:
-        asleep, paused, version, workers, metrics = await asyncio.gather(
+        asleep, paused, version, workers, metrics = await together(
             self._told("/is_sleeping", calls.SLEEP),
             self._told("/is_paused", calls.IS_PAUSED),
             self._told("/weight_info", calls.WEIGHT_VERSION),
