@@ -48,6 +48,9 @@ func SecurityFromEnvironment() Security {
 func (s Security) options(target string) ([]grpc.DialOption, error) {
 	secure := (s.CA != "" || s.Cert != "" || s.ServerName != "") && !isUnix(target)
 	tokened := s.Token != "" || s.TokenFile != ""
+	if (s.Cert == "") != (s.Key == "") {
+		return nil, fmt.Errorf("a client certificate needs both cert and key")
+	}
 	if s.Token != "" && s.TokenFile != "" {
 		return nil, fmt.Errorf("give a token or a token file, not both")
 	}

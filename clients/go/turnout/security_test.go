@@ -30,7 +30,7 @@ func TestATokenIsNotSentToAnotherMachineInTheOpen(t *testing.T) {
 }
 
 func TestFilesThatAreMissingAreErrors(t *testing.T) {
-	for _, wrong := range []Security{{CA: "/none.pem"}, {Cert: "/none.pem", Key: "/none.key"}, {CA: "/dev/null"}} {
+	for _, wrong := range []Security{{CA: "/none.pem"}, {Cert: "/none.pem", Key: "/none.key"}, {Key: "/none.key"}, {CA: "/dev/null"}} {
 		if _, err := wrong.options("node-7:50051"); err == nil {
 			t.Errorf("%+v was taken", wrong)
 		}

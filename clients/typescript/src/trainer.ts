@@ -116,7 +116,13 @@ export class TrainerHooks {
     const hooks = new TrainerHooks(setup, buffer, engine, scheduler, epoch, nextStep, Number(warmupGroups));
     hooks.cursor = opened.cursor;
     hooks.beating = hooks.heartbeat();
-    if (opened.lend) await hooks.fulfil(opened.lend);
+    try {
+      if (opened.lend) await hooks.fulfil(opened.lend);
+    } catch (error) {
+      // Heartbeats would keep the run from every other trainer.
+      await hooks.close(false);
+      throw error;
+    }
     return hooks;
   }
 
@@ -180,7 +186,8 @@ export class TrainerHooks {
     try {
       await train(await this.batchOf(done.leaseId, groups));
     } catch (error) {
-      await this.buffer.call(ReplayBufferService.releaseSample, ReleaseSampleRequest.fromPartial(lease));
+      const request = ReleaseSampleRequest.fromPartial(lease);
+      await this.buffer.call(ReplayBufferService.releaseSample, request).catch(() => undefined);
       throw error;
     }
     await this.buffer.call(ReplayBufferService.commitSample, CommitSampleRequest.fromPartial(lease));
@@ -326,7 +333,7 @@ export class TrainerHooks {
       this.lends++;
     } catch (error) {
       const request = AbandonLendRequest.fromPartial({ ...about, reason: String(error).slice(0, 500) });
-      await this.scheduler.call(SwitchSchedulerService.abandonLend, request);
+      await this.scheduler.call(SwitchSchedulerService.abandonLend, request).catch(() => undefined);
       throw error;
     }
   }

@@ -62,7 +62,8 @@ export async function install(engine: Link, target: Target, weightsOf: WeightsOf
     );
   } catch (error) {
     const request = AbortWeightUpdateRequest.fromPartial({ runId, epoch, updateId });
-    await engine.call(EngineControllerService.abortWeightUpdate, request);
+    // The first error is the one that says whether to try again.
+    await engine.call(EngineControllerService.abortWeightUpdate, request).catch(() => undefined);
     throw error;
   }
   return (performance.now() - began) / 1000;
