@@ -142,7 +142,7 @@ class ServiceHost:
         self.context.metrics.register(Identity(self.name, lambda: self._health.status("") == Health.SERVING))
         self._in_flight = InFlight()
         try:
-            guard, self._tls = self._guard(), self._server_tls()
+            self._tls, guard = self._server_tls(), self._guard()
             traces = Traces(self.name) if self.settings.traces else None
         except (TokensError, TlsError, TracingError) as error:
             raise StartError(str(error)) from error
@@ -156,6 +156,8 @@ class ServiceHost:
         self._register()
         try:
             self._listen()
+            if guard is not None:
+                self.context.tasks.supervise("tokens", guard.watching(self._in_flight.end))
             await self._server.start()
             await self.service.start()
         except BaseException as error:
@@ -222,9 +224,7 @@ class ServiceHost:
         if settings.tokens_file is None:
             return None
         limits = TokenLimits(settings.token_calls_per_s, settings.token_calls_at_work)
-        guard = Guard(TokenFile(settings.tokens_file), limits, time.monotonic)
-        self.context.tasks.supervise("tokens", guard.watching(self._in_flight.end))
-        return guard
+        return Guard(TokenFile(settings.tokens_file), limits, time.monotonic)
 
     def _server_tls(self) -> ServerTls | None:
         settings = self.settings

@@ -6,6 +6,7 @@ import asyncio
 import socket
 import urllib.request
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -20,6 +21,7 @@ from services.runtime.host import ServiceHost, StartError
 from services.runtime.statuses import from_rpc_error
 from services.runtime.waits import Wake, park
 from tests.runtime.helpers import Caller, Probe, encode, probe_host
+from tests.security.houses import Tokens
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -198,6 +200,16 @@ async def test_a_metrics_port_in_use_is_a_start_error() -> None:
         clash = probe_host(settings=ServiceSettings(metrics_listen=taken, grace_s=1))
         with pytest.raises(StartError, match="address in use"):
             await clash.start()
+
+
+async def test_a_start_that_fails_over_tls_leaves_no_task_behind(tmp_path: Path) -> None:
+    """Who embeds a service and corrects its files would have the tokens watched by the failed start, for ever."""
+    tokens = Tokens(tmp_path / "tokens.yaml").write()
+    none = tmp_path / "none.pem"
+    before = asyncio.all_tasks()
+    with pytest.raises(StartError, match=r"none\.pem"):
+        await probe_host(settings=ServiceSettings(tokens_file=tokens, tls_cert=none, tls_key=none)).start()
+    assert asyncio.all_tasks() == before
 
 
 class Blackhole:
