@@ -1,7 +1,6 @@
 """All checks, in the order in which they are told.
 
-Invariants: nothing is changed, and nothing is asked that moves or reads anything of a run but its replicas; one check
-that fails unexpectedly costs no other.
+Invariants: nothing is changed, and nothing is asked that moves or reads anything of a run but its replicas.
 """
 
 from __future__ import annotations

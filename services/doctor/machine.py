@@ -49,7 +49,8 @@ def check_files(limit: int | None = None) -> Finding:
 
 def check_data_dir(path: Path, mounts: str | None = None) -> Iterator[Finding]:
     """Whether a service could keep its state in `path`. `mounts`: in place of /proc/mounts."""
-    place = next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())
+    # Unlike Path.exists it raises nothing where a parent may not be searched.
+    place = next(one for one in (path.absolute(), *path.absolute().parents) if os.path.exists(one))
     subject = str(path)
     if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
         yield problem("disk", subject, f"{place} is no directory one can write to", f"chown it to the user {_user()}")

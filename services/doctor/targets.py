@@ -121,10 +121,11 @@ async def _listens(place: Place) -> bool:
         return False
     except TimeoutError:
         raise NoAnswerError("packets are lost on the way", "look for a firewall, or a host that is down") from None
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
+        # A name that no resolver takes, such as a..b, is a UnicodeError.
         if address.path and isinstance(error, FileNotFoundError):
             return False
-        text = f"cannot be reached: {error.strerror or error}"
+        text = f"cannot be reached: {getattr(error, 'strerror', None) or error}"
         raise NoAnswerError(text, "mend the name or the route: getent hosts, ip route get") from None
     writer.close()
     return True

@@ -119,6 +119,21 @@ def test_a_data_directory_that_cannot_be_written(tmp_path: Path) -> None:
     assert only(machine.check_data_dir(tmp_path / "file" / "data")).verdict is Verdict.PROBLEM
 
 
+def test_a_data_directory_that_belongs_to_another_user(tmp_path: Path) -> None:
+    """A service's own directory is closed to the person who runs the command, and that ended it with a traceback."""
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0)
+    root = os.geteuid() == 0
+    if root:
+        os.seteuid(65534)
+    try:
+        finding = only(machine.check_data_dir(closed / "data" / "buffer"))
+    finally:
+        if root:
+            os.seteuid(0)
+    assert finding.verdict is Verdict.PROBLEM
+
+
 def test_a_disk_that_is_nearly_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With 100 MB left the buffer refuses payloads within minutes."""
     usage = SimpleNamespace(total=1 << 40, free=100 << 20)
@@ -252,9 +267,10 @@ async def test_a_service_over_tls_is_reached_with_its_authority_alone(
         assert [one for one in wrong(await look(place)) if one.check != "versions"] == []
 
 
-async def test_a_host_that_does_not_resolve() -> None:
-    """A name that only some nodes know looks like a service that is down."""
-    finding = only(await look(Place("buffer", "no-such-host.invalid:50051", expected=True)))
+@pytest.mark.parametrize("host", ["no-such-host.invalid", "two..dots"])
+async def test_a_host_that_does_not_resolve(host: str) -> None:
+    """A name that only some nodes know looks like a service that is down; one that is no name ended the command."""
+    finding = only(await look(Place("buffer", f"{host}:50051", expected=True)))
     assert "cannot be reached" in finding.text
     assert "getent" in finding.advice
 
