@@ -69,6 +69,22 @@ async def test_replicas_are_registered_again_at_a_controller_that_forgot_them() 
         assert registrar.unregistered == ()
 
 
+async def test_what_a_later_controller_refuses_is_told() -> None:
+    """The status would show replicas as registered that no controller has."""
+    async with agent_host() as host:
+        where = [""]
+        async with registering(lambda: host.target, lambda: where[0]) as registrar:
+            async with build(EngineSettings(listen=LISTEN, run=RUN)) as first:
+                where[0] = first.target
+                while registrar.unregistered:  # noqa: ASYNC110 - it runs in a thread
+                    await asyncio.sleep(0.05)
+            async with build(EngineSettings(listen=LISTEN, run="another")) as second:
+                where[0] = second.target
+                while "another" not in registrar.problem:  # noqa: ASYNC110 - it runs in a thread
+                    await asyncio.sleep(0.05)
+        assert registrar.unregistered == ("a-0-0", "a-0-1")
+
+
 async def test_an_agent_that_came_back_elsewhere_takes_the_place_of_the_one_before() -> None:
     """A node that comes back may have another address; REPLICA_EXISTS would keep its replicas out for ever."""
     async with build(EngineSettings(listen=LISTEN, run=RUN)) as controller:

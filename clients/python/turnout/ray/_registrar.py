@@ -78,6 +78,11 @@ class Registrar:
         with contextlib.suppress(NotFound):
             answer = client.calls.ListReplicas(engine_pb2.ListReplicasRequest(run_id=run))
             known = {replica.spec.replica_id: replica.spec for replica in answer.replicas}
+        self.unregistered = tuple(
+            replica.replica_id
+            for replica in self._member.replicas
+            if replica.replica_id not in known or known[replica.replica_id].endpoint != endpoint
+        )
         for replica in self._member.replicas:
             there, wanted = known.get(replica.replica_id), replica_spec(replica, endpoint)
             if there is not None and there.endpoint != endpoint:
