@@ -328,6 +328,17 @@ def test_where_no_request_was_ever_seen_verl_decides_once_groups_have_finished()
     assert scene.end(2, 0, 64).reason.startswith("None of the running requests is visible, so verl decides: ")
 
 
+def test_a_trainer_that_came_back_is_not_told_that_all_is_visible_and_therefore_verl_decides() -> None:
+    """Nothing of the new life was read yet, but the share of the life before was still told."""
+    scene = Scene()
+    scene.history()
+    scene.running(64)
+    scene.feed(RunOpened(at=scene.now, config=configured(RUN, enable_switch=True)))
+    decision = scene.end(1, 0, 64)
+    assert decision.reason.startswith("None of the running requests is visible, so verl decides: ")
+    assert decision.numbers["covered_share"] == 0
+
+
 def test_switching_off_is_off() -> None:
     """No policy lends where it is not allowed to."""
     scene = Scene(enable_switch=False)

@@ -74,7 +74,7 @@ class Groups:
     def clear(self) -> None:
         """Forget all groups: another life of the run begins. What runs is in the next reading."""
         self._groups.clear()
-        self.read_at = None
+        self.read_at, self.coverage = None, 0.0
 
     def added(self, event: GroupsAdded) -> None:
         """Groups were admitted."""
