@@ -85,3 +85,21 @@ def test_a_group_whose_members_all_settled_is_about_to_finish() -> None:
     read(groups, state("a", 0, 5, finished=True), state("a", 1, 6, finished=True), state("b", 0, 1))
     flight = groups.in_flight()
     assert len(flight.snapshot.first) == len(flight.names) == 2
+
+
+def test_a_group_that_left_does_not_come_back_with_a_late_reading() -> None:
+    """A reading that crossed with its end, or an engine that went on with a group that was dropped, brought it back:
+    as one that is about to finish, for the rest of the run."""
+    groups = two_groups()
+    read(groups, state("a", 0, 5), state("b", 0, 5))
+    groups.left("a")
+    read(groups, state("a", 0, 9), state("b", 0, 9), at=2.0)
+    read(groups, state("a", 0, 12), state("b", 0, 12), at=3.0)
+    read(groups, state("b", 0, 15), at=4.0)
+    assert (len(groups), groups.in_flight().names) == (1, ("b",))
+    groups.left("b")
+    read(groups, state("b", 0, 16), at=5.0)
+    assert (len(groups), groups.read_at) == (0, 5.0)
+    groups.added(GroupsAdded(at=6, step=2, groups=(NewGroup(group="b", size=2),)))
+    read(groups, state("b", 0, 1), at=7.0)
+    assert groups.in_flight().names == ("b",)

@@ -51,6 +51,8 @@ class Groups:
     def __init__(self, size: int) -> None:
         self._size = size
         self._groups: dict[str, _Group] = {}
+        # Left since the last reading, or told of by it all the same: it was on its way, or an engine is slow to stop.
+        self._gone: set[str] = set()
         self._serial = 0
         self.read_at: float | None = None
         self.coverage = 0.0
@@ -74,12 +76,14 @@ class Groups:
     def clear(self) -> None:
         """Forget all groups: another life of the run begins. What runs is in the next reading."""
         self._groups.clear()
+        self._gone.clear()
         self.read_at, self.coverage = None, 0.0
 
     def added(self, event: GroupsAdded) -> None:
         """Groups were admitted."""
         for group in event.groups:
             self._groups[group.group] = self._new(group.size)
+            self._gone.discard(group.group)
 
     def _new(self, size: int) -> _Group:
         self._serial += size + 1
@@ -88,12 +92,15 @@ class Groups:
     def left(self, group: str) -> None:
         """A group finished or failed."""
         self._groups.pop(group, None)
+        if self.read_at is not None:
+            self._gone.add(group)
 
     def progress(self, event: RequestProgress) -> None:
         """A reading."""
         groups = self._groups
         running: dict[str, dict[int, RequestState]] = {}
         finished = 0
+        late: set[str] = set()
         for state in event.requests:
             key = state.key
             if state.finished:
@@ -102,12 +109,15 @@ class Groups:
                 if group is not None:
                     group.settled[key.trajectory] = state.tokens
                     group.running.pop(key.trajectory, None)
+            elif key.group in self._gone:
+                late.add(key.group)
             elif (members := running.get(key.group)) is None:
                 running[key.group] = {key.trajectory: state}
             else:
                 members[key.trajectory] = state
-        if finished and not running:
+        if finished and not running and not late:
             return
+        self._gone = late
         for name, group in groups.items():
             now = running.pop(name, None) or {}
             if group.running:
