@@ -7,6 +7,8 @@ is 1; Ctrl-C and SIGTERM stop all in order, exit code 0.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -95,16 +97,21 @@ def up(
     if engines:
         # First, so that it stops last: to the controller nothing dies.
         specs.insert(0, engines.spec(*common))
-        if peers:
-            options = ClientOptions(
-                security=Security(
-                    ca=security["peer_ca"],
-                    cert=security["peer_cert"],
-                    key=security["peer_key"],
-                    token_file=security["peer_token_file"],
-                )
-            )
+        options = _registering(security)
     run_async(_run(specs, engines, options))
+
+
+def _registering(flags: Mapping[str, str | None]) -> ClientOptions:
+    """How the engines are registered: over the TLS of the services, with the caller's own token.
+
+    That of the services moves engines, and may not make any known.
+    """
+    own = Security.from_environment()
+    if flags["tokens_file"] and not (own.token or own.token_file):
+        raise click.UsageError("--reference with --tokens-file: name a trainer's token in TURNOUT_TOKEN_FILE")
+    if flags["peer_ca"] or flags["peer_cert"]:
+        own = replace(own, ca=flags["peer_ca"], cert=flags["peer_cert"], key=flags["peer_key"])
+    return ClientOptions(security=own)
 
 
 async def _run(specs: list[ChildSpec], engines: ReferenceEngines | None, options: ClientOptions) -> None:

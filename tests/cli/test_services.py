@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 
 from services.cli.targets import forget_security
+from services.runtime.permissions import Role
 from tests.cli.helpers import alive, descendants, running, stop, turnout
+from tests.security.houses import Tokens
 from turnout.buffer.v1 import buffer_pb2
 from turnout.client import BufferClient, ClientOptions, SchedulerClient, Security
 from turnout.scheduler.v1 import scheduler_pb2
@@ -74,6 +76,25 @@ def test_up_with_reference_engines_needs_nothing_else_and_registering_again_is_f
         assert (gone.returncode, "UNAVAILABLE" in gone.stderr) == (1, True)
         code, _, err = stop(process)
         assert (code, "replica died" in err) == (0, False)
+
+
+def test_up_registers_its_engines_with_the_callers_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The token of the services may not register: with it, nothing came up where tokens were on."""
+    tokens = Tokens(tmp_path / "tokens.yaml", run="r")
+    held = {role: tmp_path / role for role in (Role.SERVICE, Role.TRAINER)}
+    for role, path in held.items():
+        path.write_text(tokens.of(role))
+    locked = ("--tokens-file", str(tokens.write()), "--peer-token-file", str(held[Role.SERVICE]))
+    command = ("up", "--run", "r", "--reference", "1:1", *FREE, *locked)
+    monkeypatch.delenv("TURNOUT_TOKEN_FILE", raising=False)
+    without = turnout(*command)
+    assert (without.returncode, "TURNOUT_TOKEN_FILE" in without.stderr) == (2, True)
+    monkeypatch.setenv("TURNOUT_TOKEN_FILE", str(held[Role.TRAINER]))
+    with running(*command) as process:
+        assert process.stdout is not None
+        lines = [process.stdout.readline().strip() for _ in range(5)]
+        assert lines[-1] == "turnout run r: hybrid-0, standalone-0"
+        assert stop(process)[0] == 0
 
 
 @pytest.mark.parametrize("arguments", [("--run", "a"), ("--reference", "1:1"), ("--run", "a", "--reference", "1:0")])
