@@ -10,8 +10,12 @@ import grpc
 import grpc.aio
 import pytest
 
+from services.runtime.host import StartError
 from services.runtime.permissions import Role
+from services.scheduler.service import build
+from services.scheduler.settings import SchedulerSettings
 from tests.runtime.certificates import Authority
+from tests.scheduler.world import world
 from tests.security.houses import Tokens, house
 from turnout.client import AsyncEngineClient, AsyncSchedulerClient, ClientOptions, FailedPrecondition, Security
 from turnout.engine.v1 import engine_pb2
@@ -87,3 +91,12 @@ async def test_a_controller_shows_its_token_to_no_agent_that_it_may_not_call(tmp
             with pytest.raises(FailedPrecondition, match="allow_peer"):
                 await client.calls.Register(engine_pb2.RegisterRequest(run_id="mine", spec=spec))
     assert heard.tokens == set()
+
+
+async def test_a_scheduler_does_not_start_with_a_run_whose_target_it_may_no_longer_call(tmp_path: Path) -> None:
+    """A list that was made narrower would count for new runs alone."""
+    async with world(data_dir=tmp_path) as w:
+        await w.open()
+    settings = SchedulerSettings(listen=["127.0.0.1:0"], data_dir=tmp_path, allow_peer=["buffer:50051"])
+    with pytest.raises(StartError, match="no allow_peer names it"):
+        await build(settings).start()
