@@ -140,7 +140,7 @@ audit: $(VENV)/.dev ## known faults of the installed packages, from PyPI's own s
 	$(AUDIT)/bin/pip-audit --strict --no-deps --disable-pip --progress-spinner off -r $(AUDIT)/packages.txt
 
 clean: ## remove what make and the tools made
-	rm -rf $(VENV) $(PROMETHEUS) $(VLLM) $(RAY) $(VERL) $(DOCS) docs/_build .venv-protos node_modules clients/typescript/node_modules clients/typescript/dist clients/go/bin clients/cpp/build .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage htmlcov dist build
+	rm -rf $(VENV) $(AUDIT) $(PROMETHEUS) $(VLLM) $(RAY) $(VERL) $(DOCS) docs/_build .venv-protos node_modules clients/typescript/node_modules clients/typescript/dist clients/go/bin clients/cpp/build .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage htmlcov dist build
 	find services clients tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
