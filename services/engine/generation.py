@@ -315,6 +315,7 @@ class Generations:
         generation = live.generation
         live.engine_id = generation.request_id if generation.pinned_to else f"{self._prefix}-r{self._next}"
         self._next += 1
+        slot.kept_tokens = slot.kept_tokens or 0
         slot.enter(live)
         outputs = slot.backend.generate(self._request(live))
         try:
@@ -324,6 +325,7 @@ class Generations:
                 if version is None:
                     version = slot.replica.weight_version
                 generation.append(slot.replica_id, version, output.token_ids, output.logprobs)
+                slot.kept_tokens += len(output.token_ids)
                 if output.finish is not None:
                     finish = output.finish
                     break

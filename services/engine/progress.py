@@ -37,12 +37,21 @@ class RequestProgress:
 
 
 @dataclass(frozen=True, slots=True)
+class Counters:
+    """What one replica has done. `delivered_tokens` have come to their requests; None if none ran there."""
+
+    role: Role
+    engine: EngineProgress
+    delivered_tokens: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """A reading at domain time `at`. `counters` are by replica, of those that answered."""
 
     at: float
     requests: tuple[RequestProgress, ...]
-    counters: Mapping[str, tuple[Role, EngineProgress]]
+    counters: Mapping[str, Counters]
     covered_share: float
 
 
@@ -73,7 +82,7 @@ class ProgressReader:
             self._clock.now(),
             requests,
             {
-                slot.replica_id: (slot.replica.spec.role, answers[slot.replica_id])
+                slot.replica_id: Counters(slot.replica.spec.role, answers[slot.replica_id], slot.kept_tokens)
                 for slot in slots
                 if slot.replica_id in answers
             },

@@ -89,6 +89,8 @@ class Slot:
         self.revision = 0
         """Rises with every change of its state."""
         self.tally = Tally()
+        self.kept_tokens: int | None = None
+        """Output tokens of its engine that have come to their requests; None while none ran here."""
         self._probe_timeout = probe_timeout
         self._changed = changed
         self._durable = durable

@@ -56,4 +56,5 @@ def _reading(counters: engine_pb2.ReplicaCounters, replica: engine_pb2.Replica |
         counters.prefill_seconds,
         counters.running,
         events.RouteState(route),
+        counters.delivered_tokens if counters.HasField("delivered_tokens") else None,
     )

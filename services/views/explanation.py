@@ -77,7 +77,11 @@ def _lends(lends: Sequence[Lend], step: StepAccount) -> Iterator[Lend]:
 
 def _worth(lend: Lend) -> str:
     served = duration(lend.served_s or 0.0)
-    tokens = "" if lend.brought is None else f"{lend.brought.decoded_tokens:,} tokens decoded, "
+    brought = lend.brought
+    kept = (
+        f" ({brought.delivered_tokens / brought.decoded_tokens:.0%} kept)" if brought and brought.decoded_tokens else ""
+    )
+    tokens = "" if brought is None else f"{brought.decoded_tokens:,} tokens decoded{kept}, "
     net = "" if lend.saved_s is None else f", saved at most {lend.saved_s:.0f} s"
     gained = "" if lend.gained_s is None else f", {_against(lend.gained_s)} than the predicted wait without it"
     switching = f"{lend.switch_s:.1f} s of switching"

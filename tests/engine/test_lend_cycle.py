@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 
 import pytest
 
@@ -81,3 +82,58 @@ async def test_another_run_is_not_served() -> None:
         await register(engine, "s0", "standalone")
         with pytest.raises(Exception, match="does not serve"):
             await engine.stub.ListReplicas(pb.ListReplicasRequest(run_id=RUN + "x"))
+
+
+@pytest.mark.parametrize("behind_agent", [False, True])
+async def test_nine_of_ten_tokens_of_lent_replicas_are_kept_by_their_requests(behind_agent: bool) -> None:
+    """A lend whose tokens are thrown away at the reclaim costs switches and brings nothing."""
+    own = ["h0:hybrid", "h1:hybrid", "s0:standalone"]
+    async with running(agent=True, replica=own, time_scale=0.01) as agent, running(time_scale=0.01) as engine:
+        where = {"backend": "agent", "endpoint": agent.host.target} if behind_agent else {}
+        for replica_id in ("h0", "h1"):
+            await register(engine, replica_id, weights=pb.WEIGHTS_ORIGIN_NONE, **where)
+        await register(engine, "s0", "standalone", **where)
+        await lend(engine, "lend-1", 0)
+        tasks = [asyncio.create_task(generate(engine, f"r{i}", max_tokens=3000)) for i in range(12)]
+        await until(lambda: in_engines(engine) == 12)
+        await asyncio.sleep(0.1)
+        assert (await reclaim(engine)).interrupted == 8
+        outputs = await asyncio.gather(*tasks)
+        report = (await engine.stub.GetProgress(pb.GetProgressRequest(run_id=RUN))).report
+        of_segments: Counter[str] = Counter()
+        for output in outputs:
+            assert len(output.tokens) == 3000
+            for segment in output.segments:
+                of_segments[segment.replica_id] += segment.tokens
+        for counters in report.replicas:
+            assert counters.delivered_tokens == of_segments[counters.replica_id]
+            assert counters.decoded_tokens > 0
+            assert counters.delivered_tokens >= 0.9 * counters.decoded_tokens
+
+
+@pytest.mark.parametrize(("hybrids", "standalones"), [(4, 2), (2, 2), (1, 3)])
+async def test_interrupted_requests_land_on_lent_replicas_as_often_as_the_least_loaded_would_have(
+    hybrids: int, standalones: int
+) -> None:
+    """Sessions that stick to standalone replicas would leave the lent ones idle, whatever was paid for them."""
+    async with running(time_scale=0.05) as engine:
+        for number in range(hybrids):
+            await register(engine, f"h{number}", weights=pb.WEIGHTS_ORIGIN_NONE)
+        for number in range(standalones):
+            await register(engine, f"s{number}", "standalone")
+        count = 48
+        tasks = [
+            asyncio.create_task(generate(engine, f"r{i}", max_tokens=3000, session_id=f"g{i // 4}"))
+            for i in range(count)
+        ]
+        await until(lambda: in_engines(engine) == count)
+        # As a trainer's step ends: the lend begins, and the update interrupts what runs on the standalone replicas.
+        await engine.stub.BeginLend(pb.BeginLendRequest(run_id=RUN, lend_id="l"))
+        await update(engine, role("standalone"), 1)
+        await update(engine, role("hybrid"), 1, "ASLEEP")
+        await engine.stub.FinishLend(pb.FinishLendRequest(run_id=RUN, lend_id="l", weight_version=1))
+        await until(lambda: in_engines(engine) == count)
+        now = await replicas(engine)
+        lent = sum(replica.running for name, replica in now.items() if name.startswith("h"))
+        assert abs(lent / count - hybrids / (hybrids + standalones)) <= 0.05
+        await asyncio.gather(*tasks)

@@ -85,14 +85,15 @@ def _write_report(report: Report) -> pb.ProgressReport:
         replicas=[
             pb.ReplicaCounters(
                 replica_id=replica_id,
-                role=ROLES.write(role),
-                decoded_tokens=counters.decoded_tokens,
-                prefilled_tokens=counters.prefilled_tokens,
-                prefill_seconds=counters.prefill_seconds,
-                running=counters.running,
-                waiting=counters.waiting,
+                role=ROLES.write(counters.role),
+                decoded_tokens=counters.engine.decoded_tokens,
+                prefilled_tokens=counters.engine.prefilled_tokens,
+                prefill_seconds=counters.engine.prefill_seconds,
+                running=counters.engine.running,
+                waiting=counters.engine.waiting,
+                delivered_tokens=counters.delivered_tokens,
             )
-            for replica_id, (role, counters) in report.counters.items()
+            for replica_id, counters in report.counters.items()
         ],
         covered_share=report.covered_share,
     )

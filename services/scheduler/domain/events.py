@@ -198,6 +198,7 @@ class ReplicaReading:
     prefill_seconds: float
     running: int
     route: RouteState
+    delivered_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,7 +369,7 @@ class StepMetrics:
 class LendGoodput:
     """What a lend brought, told when the step is over in which the trainer had its GPUs back.
 
-    decoded_tokens: on its replicas. delivered_tokens: of trajectories that ended there. lost_seconds: waiting and
+    decoded_tokens: on its replicas. delivered_tokens: of these, what came to their requests. lost_seconds: waiting and
     switching from the order to lend to that step's end. See `domain.goodput` for the other seconds.
     """
 

@@ -47,8 +47,10 @@ class _Account:
     waits_from: float | None = None
     ordered_back: bool = False
     returned: bool = False
-    delivered: int = 0
+    ended_there: int = 0
     hybrid: _Tokens = field(default_factory=_Tokens)
+    kept: _Tokens = field(default_factory=_Tokens)
+    counts_kept: bool = False
     standalone: _Tokens = field(default_factory=_Tokens)
     first_read: float | None = None
     last_read: float | None = None
@@ -59,6 +61,8 @@ class _Account:
         for reading in counters.replicas:
             if reading.hybrid:
                 self.hybrid.read(reading.replica_id, reading.decoded_tokens)
+                self.kept.read(reading.replica_id, reading.delivered_tokens or 0)
+                self.counts_kept |= reading.delivered_tokens is not None
             elif reading.hybrid is False and measures:
                 self.standalone.read(reading.replica_id, reading.decoded_tokens)
         if measures:
@@ -74,7 +78,8 @@ class _Account:
         return events.LendGoodput(
             lend_id=self.lend_id,
             decoded_tokens=self.hybrid.total,
-            delivered_tokens=self.delivered,
+            # Without a count of the controller's own, what is sure are the trajectories that ended there.
+            delivered_tokens=self.kept.total if self.counts_kept else self.ended_there,
             switch_seconds=self.switch_s,
             lost_seconds=self.lost_s,
             saved_at_most_seconds=saved_s,
@@ -151,4 +156,4 @@ def _follow(lend: _Account, event: events.Happening, at: float) -> None:
         case events.MiniBatchEnded():
             lend.lost_s += event.wait_seconds
         case events.TrajectoryFinished(on_hybrid=True) if not lend.returned:
-            lend.delivered += event.length
+            lend.ended_there += event.length

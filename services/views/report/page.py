@@ -66,6 +66,7 @@ def _tiles(account: RunAccount) -> list[tuple[str, str, str]]:
     lends = [lend for lend in account.lends if lend.served_s is not None]
     switch_s = sum(lend.switch_s for lend in account.lends)
     decoded = sum(lend.brought.decoded_tokens for lend in account.lends if lend.brought is not None)
+    kept = sum(lend.brought.delivered_tokens for lend in account.lends if lend.brought is not None)
     nets = [lend.saved_s for lend in lends if lend.saved_s is not None]
     done = sum(step.ended_at is not None for step in account.steps)
     tiles = [
@@ -80,6 +81,11 @@ def _tiles(account: RunAccount) -> list[tuple[str, str, str]]:
         ("lent", duration(sum(lend.served_s or 0.0 for lend in lends)), "Time in which lent GPUs served."),
         ("switching", duration(switch_s), "Lends and reclaims, all together."),
         ("decoded on lent GPUs", _count(decoded), "Tokens, as the scheduler told of each lend after its step."),
+        (
+            "of these kept",
+            f"{kept / decoded:.1%}" if decoded else "-",
+            "Share that came to its request, which goes on with it after the reclaim.",
+        ),
     ]
     if any(step.recomputed or step.blackout_s for step in account.steps):
         recomputed = sum(step.recomputed for step in account.steps)

@@ -68,6 +68,20 @@ def test_a_lend_is_told_with_what_it_decoded_delivered_cost_and_gained() -> None
     )
 
 
+def test_what_the_controller_counted_as_kept_goes_before_what_ended_there() -> None:
+    """A request that was interrupted keeps its tokens and ends elsewhere: they were not wasted."""
+
+    def reading(decoded: int, kept: int | None) -> events.ReplicaCounters:
+        return events.ReplicaCounters((events.ReplicaReading("h", True, decoded, 0, 0.0, 1, RouteState.SERVING, kept),))
+
+    happened = [
+        (at, {9.0: reading(0, None), 49.0: reading(7000, 6000), 59.0: reading(7600, 7500)}.get(at, event))
+        for at, event in a_lend()
+    ]
+    (brought,) = told(*happened)
+    assert (brought.decoded_tokens, brought.delivered_tokens) == (7600, 7500)
+
+
 def test_a_lend_that_cost_more_than_it_saved_says_so() -> None:
     """A lend that is only ever praised is never given up."""
     (brought,) = told(*a_lend(alone_s=40.0))

@@ -3110,6 +3110,7 @@ class ReplicaCounters(google.protobuf.message.Message):
     PREFILL_SECONDS_FIELD_NUMBER: builtins.int
     RUNNING_FIELD_NUMBER: builtins.int
     WAITING_FIELD_NUMBER: builtins.int
+    DELIVERED_TOKENS_FIELD_NUMBER: builtins.int
     replica_id: builtins.str
     """The replica."""
     role: Global___ReplicaRole.ValueType
@@ -3124,6 +3125,10 @@ class ReplicaCounters(google.protobuf.message.Message):
     """Requests running now."""
     waiting: builtins.int
     """Requests waiting now."""
+    delivered_tokens: builtins.int
+    """Output tokens decoded since it registered that have come to their requests, which keep them whatever becomes of the
+    replica. Unset: no request came to it through this controller.
+    """
     def __init__(
         self,
         *,
@@ -3134,8 +3139,11 @@ class ReplicaCounters(google.protobuf.message.Message):
         prefill_seconds: builtins.float = ...,
         running: builtins.int = ...,
         waiting: builtins.int = ...,
+        delivered_tokens: builtins.int | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["decoded_tokens", b"decoded_tokens", "prefill_seconds", b"prefill_seconds", "prefilled_tokens", b"prefilled_tokens", "replica_id", b"replica_id", "role", b"role", "running", b"running", "waiting", b"waiting"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_delivered_tokens", b"_delivered_tokens", "delivered_tokens", b"delivered_tokens"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_delivered_tokens", b"_delivered_tokens", "decoded_tokens", b"decoded_tokens", "delivered_tokens", b"delivered_tokens", "prefill_seconds", b"prefill_seconds", "prefilled_tokens", b"prefilled_tokens", "replica_id", b"replica_id", "role", b"role", "running", b"running", "waiting", b"waiting"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_delivered_tokens", b"_delivered_tokens"]) -> typing.Literal["delivered_tokens"] | None: ...
 
 Global___ReplicaCounters: typing_extensions.TypeAlias = ReplicaCounters
 

@@ -507,6 +507,7 @@ class ReplicaReading(google.protobuf.message.Message):
     PREFILL_SECONDS_FIELD_NUMBER: builtins.int
     RUNNING_FIELD_NUMBER: builtins.int
     ROUTE_FIELD_NUMBER: builtins.int
+    DELIVERED_TOKENS_FIELD_NUMBER: builtins.int
     replica_id: builtins.str
     """The replica."""
     hybrid: builtins.bool
@@ -521,6 +522,8 @@ class ReplicaReading(google.protobuf.message.Message):
     """Requests running."""
     route: turnout.engine.v1.engine_pb2.RouteState.ValueType
     """What new requests do with it."""
+    delivered_tokens: builtins.int
+    """Output tokens that have come to their requests. Unset: its requests do not come through the controller."""
     def __init__(
         self,
         *,
@@ -531,9 +534,13 @@ class ReplicaReading(google.protobuf.message.Message):
         prefill_seconds: builtins.float = ...,
         running: builtins.int = ...,
         route: turnout.engine.v1.engine_pb2.RouteState.ValueType = ...,
+        delivered_tokens: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_hybrid", b"_hybrid", "hybrid", b"hybrid"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_hybrid", b"_hybrid", "decoded_tokens", b"decoded_tokens", "hybrid", b"hybrid", "prefill_seconds", b"prefill_seconds", "prefilled_tokens", b"prefilled_tokens", "replica_id", b"replica_id", "route", b"route", "running", b"running"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_delivered_tokens", b"_delivered_tokens", "_hybrid", b"_hybrid", "delivered_tokens", b"delivered_tokens", "hybrid", b"hybrid"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_delivered_tokens", b"_delivered_tokens", "_hybrid", b"_hybrid", "decoded_tokens", b"decoded_tokens", "delivered_tokens", b"delivered_tokens", "hybrid", b"hybrid", "prefill_seconds", b"prefill_seconds", "prefilled_tokens", b"prefilled_tokens", "replica_id", b"replica_id", "route", b"route", "running", b"running"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_delivered_tokens", b"_delivered_tokens"]) -> typing.Literal["delivered_tokens"] | None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_hybrid", b"_hybrid"]) -> typing.Literal["hybrid"] | None: ...
 
 Global___ReplicaReading: typing_extensions.TypeAlias = ReplicaReading
@@ -1086,7 +1093,9 @@ class LendGoodput(google.protobuf.message.Message):
     decoded_tokens: builtins.int
     """Tokens decoded on its replicas."""
     delivered_tokens: builtins.int
-    """Tokens, in the run's unit, of trajectories that ended on its replicas."""
+    """Of these, the tokens that came to their requests, which keep them after the reclaim. Where requests do not come
+    through the controller: tokens, in the run's unit, of trajectories that ended on its replicas.
+    """
     switch_seconds: builtins.float
     """Seconds of switching, both ways."""
     saved_at_most_seconds: builtins.float

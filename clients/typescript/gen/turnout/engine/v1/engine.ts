@@ -1831,6 +1831,11 @@ export interface ReplicaCounters {
   running: number;
   /** Requests waiting now. */
   waiting: number;
+  /**
+   * Output tokens decoded since it registered that have come to their requests, which keep them whatever becomes of the
+   * replica. Unset: no request came to it through this controller.
+   */
+  deliveredTokens?: bigint | undefined;
 }
 
 /** ProgressReport is one reading of everything that runs. */
@@ -12183,7 +12188,16 @@ export const RequestProgress: MessageFns<RequestProgress> = {
 };
 
 function createBaseReplicaCounters(): ReplicaCounters {
-  return { replicaId: "", role: 0, decodedTokens: 0n, prefilledTokens: 0n, prefillSeconds: 0, running: 0, waiting: 0 };
+  return {
+    replicaId: "",
+    role: 0,
+    decodedTokens: 0n,
+    prefilledTokens: 0n,
+    prefillSeconds: 0,
+    running: 0,
+    waiting: 0,
+    deliveredTokens: undefined,
+  };
 }
 
 export const ReplicaCounters: MessageFns<ReplicaCounters> = {
@@ -12214,6 +12228,12 @@ export const ReplicaCounters: MessageFns<ReplicaCounters> = {
     }
     if (message.waiting !== 0) {
       writer.uint32(56).int32(message.waiting);
+    }
+    if (message.deliveredTokens !== undefined) {
+      if (BigInt.asIntN(64, message.deliveredTokens) !== message.deliveredTokens) {
+        throw new globalThis.Error("value provided for field message.deliveredTokens of type int64 too large");
+      }
+      writer.uint32(64).int64(message.deliveredTokens);
     }
     return writer;
   },
@@ -12287,6 +12307,14 @@ export const ReplicaCounters: MessageFns<ReplicaCounters> = {
             message.waiting = reader.int32();
             continue;
           }
+          case 8: {
+            if (tag !== 64) {
+              break;
+            }
+
+            message.deliveredTokens = reader.int64() as bigint;
+            continue;
+          }
         }
         if ((tag & 7) === 4 || tag === 0) {
           break;
@@ -12324,6 +12352,11 @@ export const ReplicaCounters: MessageFns<ReplicaCounters> = {
         : 0,
       running: isSet(object.running) ? globalThis.Number(object.running) : 0,
       waiting: isSet(object.waiting) ? globalThis.Number(object.waiting) : 0,
+      deliveredTokens: isSet(object.deliveredTokens)
+        ? BigInt(object.deliveredTokens)
+        : isSet(object.delivered_tokens)
+        ? BigInt(object.delivered_tokens)
+        : undefined,
     };
   },
 
@@ -12350,6 +12383,9 @@ export const ReplicaCounters: MessageFns<ReplicaCounters> = {
     if (message.waiting !== 0) {
       obj.waiting = Math.round(message.waiting);
     }
+    if (message.deliveredTokens !== undefined) {
+      obj.deliveredTokens = message.deliveredTokens.toString();
+    }
     return obj;
   },
 
@@ -12369,6 +12405,9 @@ export const ReplicaCounters: MessageFns<ReplicaCounters> = {
     message.prefillSeconds = object.prefillSeconds ?? 0;
     message.running = object.running ?? 0;
     message.waiting = object.waiting ?? 0;
+    message.deliveredTokens = (object.deliveredTokens !== undefined && object.deliveredTokens !== null)
+      ? BigInt(object.deliveredTokens)
+      : undefined;
     return message;
   },
 };

@@ -427,6 +427,8 @@ export interface ReplicaReading {
   running: number;
   /** What new requests do with it. */
   route: RouteState;
+  /** Output tokens that have come to their requests. Unset: its requests do not come through the controller. */
+  deliveredTokens?: bigint | undefined;
 }
 
 /** ReplicaCounters is a reading of all replicas. */
@@ -639,7 +641,10 @@ export interface LendGoodput {
   lendId: string;
   /** Tokens decoded on its replicas. */
   decodedTokens: bigint;
-  /** Tokens, in the run's unit, of trajectories that ended on its replicas. */
+  /**
+   * Of these, the tokens that came to their requests, which keep them after the reclaim. Where requests do not come
+   * through the controller: tokens, in the run's unit, of trajectories that ended on its replicas.
+   */
   deliveredTokens: bigint;
   /** Seconds of switching, both ways. */
   switchSeconds: number;
@@ -2077,6 +2082,7 @@ function createBaseReplicaReading(): ReplicaReading {
     prefillSeconds: 0,
     running: 0,
     route: 0,
+    deliveredTokens: undefined,
   };
 }
 
@@ -2108,6 +2114,12 @@ export const ReplicaReading: MessageFns<ReplicaReading> = {
     }
     if (message.route !== 0) {
       writer.uint32(56).int32(message.route);
+    }
+    if (message.deliveredTokens !== undefined) {
+      if (BigInt.asIntN(64, message.deliveredTokens) !== message.deliveredTokens) {
+        throw new globalThis.Error("value provided for field message.deliveredTokens of type int64 too large");
+      }
+      writer.uint32(64).int64(message.deliveredTokens);
     }
     return writer;
   },
@@ -2181,6 +2193,14 @@ export const ReplicaReading: MessageFns<ReplicaReading> = {
             message.route = reader.int32() as any;
             continue;
           }
+          case 8: {
+            if (tag !== 64) {
+              break;
+            }
+
+            message.deliveredTokens = reader.int64() as bigint;
+            continue;
+          }
         }
         if ((tag & 7) === 4 || tag === 0) {
           break;
@@ -2218,6 +2238,11 @@ export const ReplicaReading: MessageFns<ReplicaReading> = {
         : 0,
       running: isSet(object.running) ? globalThis.Number(object.running) : 0,
       route: isSet(object.route) ? routeStateFromJSON(object.route) : 0,
+      deliveredTokens: isSet(object.deliveredTokens)
+        ? BigInt(object.deliveredTokens)
+        : isSet(object.delivered_tokens)
+        ? BigInt(object.delivered_tokens)
+        : undefined,
     };
   },
 
@@ -2244,6 +2269,9 @@ export const ReplicaReading: MessageFns<ReplicaReading> = {
     if (message.route !== 0) {
       obj.route = routeStateToJSON(message.route);
     }
+    if (message.deliveredTokens !== undefined) {
+      obj.deliveredTokens = message.deliveredTokens.toString();
+    }
     return obj;
   },
 
@@ -2263,6 +2291,9 @@ export const ReplicaReading: MessageFns<ReplicaReading> = {
     message.prefillSeconds = object.prefillSeconds ?? 0;
     message.running = object.running ?? 0;
     message.route = object.route ?? 0;
+    message.deliveredTokens = (object.deliveredTokens !== undefined && object.deliveredTokens !== null)
+      ? BigInt(object.deliveredTokens)
+      : undefined;
     return message;
   },
 };
