@@ -212,7 +212,8 @@ async def test_a_client_that_goes_away_frees_its_place() -> None:
         async with requests_running(engine, 3):
             assert len(recorders["s0"].engine.batch.streams) == 3
         await until(lambda: not recorders["s0"].engine.batch.streams)
-        assert engine.controller.fleet.placement.load("s0") == 0
+        # The engine is told first, and the place is free once that has returned.
+        await until(lambda: engine.controller.fleet.placement.load("s0") == 0)
         assert in_engines(engine) == 0
 
 
