@@ -176,3 +176,9 @@ async def job(targets: Targets, steps: int, policy: str = "verl") -> AsyncIterat
         finally:
             worker.stop()
             await working
+
+
+async def close_without_engines(hooks: AsyncTrainerHooks) -> None:
+    """Close the run of a job whose agent was stopped: nobody could confirm that its GPUs are free."""
+    request = scheduler_pb2.CloseRunRequest(run_id=RUN, epoch=hooks.epoch, reason="finished", engines_gone=True)
+    await hooks.scheduler.calls.CloseRun(request)

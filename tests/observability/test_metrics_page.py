@@ -19,7 +19,7 @@ from services.runtime.discovery import as_reached
 from services.runtime.host import ServiceHost
 from services.scheduler.domain import events
 from services.scheduler.service import SchedulerService
-from tests.observability.loop import RUN, job, services, step_of
+from tests.observability.loop import RUN, close_without_engines, job, services, step_of
 
 PAGE = Path(__file__).parents[2] / "docs/metrics.md"
 ROW = re.compile(r"^\| `(turnout_\w+)` \|(.*)\|(.*)\|(.*)\|(.*)\|$")
@@ -166,18 +166,20 @@ async def test_http_sd_lists_services_and_replicas(tmp_path: Path) -> None:
 
 async def test_http_sd_keeps_a_peer_that_went_away(tmp_path: Path) -> None:
     """A service that dies has to stay a target: one that leaves the list is down without any alarm."""
-    async with services(tmp_path) as house, job(house.targets, 1):
+    async with services(tmp_path) as house, job(house.targets, 1) as hooks:
         before = [await _list(host) for host in (house.scheduler, house.engine)]
         await house.agent.stop(0)
         await house.buffer.stop(0)
         assert [await _list(host) for host in (house.scheduler, house.engine)] == before
+        await close_without_engines(hooks)
 
 
 async def test_http_sd_leaves_out_a_peer_that_never_answered(tmp_path: Path) -> None:
     """One peer that is away must not cost Prometheus the whole list."""
-    async with services(tmp_path) as house, job(house.targets, 1):
+    async with services(tmp_path) as house, job(house.targets, 1) as hooks:
         await house.agent.stop(0)
         assert [group["labels"]["service"] for group in await _list(house.engine)] == ["engine"]
+        await close_without_engines(hooks)
 
 
 @pytest.mark.parametrize(
