@@ -55,6 +55,9 @@ MOST_TIMES: Final = 2.0
 MOST_DEATH_MS: Final = 1000.0
 """Within which an engine's death is known."""
 
+GIVE_UP_S: Final = 60.0
+"""After which a death that nobody tells of ends the bench."""
+
 FIGURES: Final = (
     *(f"engine_{call}" for call in CALLS),
     f"generate_{STREAMS}",
@@ -179,7 +182,8 @@ async def _idle_death(ours: Side, agent: Side, replica_id: str, method: str) -> 
     try:
         # Of an agent that exits there is no answer.
         await asyncio.gather(_fault([replica_id], agent, method), return_exceptions=True)
-        await died.wait()
+        async with asyncio.timeout(GIVE_UP_S):
+            await died.wait()
         return time.perf_counter() - begin
     finally:
         watching.cancel()

@@ -144,6 +144,7 @@ def _wake_up(queue: Any, index: Any, target: str, groups: int, number: int) -> f
             returned[0] = time.perf_counter()
         finally:
             del index.look
+            parked.set()
 
     thread = threading.Thread(target=wait)
     thread.start()
@@ -160,4 +161,6 @@ def _wake_up(queue: Any, index: Any, target: str, groups: int, number: int) -> f
 
     began = asyncio.run(report())
     thread.join()
+    if not returned[0]:
+        raise RuntimeError("the wait for a group failed")
     return 1000 * (returned[0] - began)

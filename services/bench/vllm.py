@@ -22,7 +22,7 @@ from typing import Any, Final
 
 import grpc.aio
 
-from services.bench.engine import LEAST_SHARE, MOST_ADDED_MS, MOST_DEATH_MS
+from services.bench.engine import GIVE_UP_S, LEAST_SHARE, MOST_ADDED_MS, MOST_DEATH_MS
 from services.bench.result import Result
 from services.engine.backends.base import Backend, EngineRequest
 from services.engine.domain.requests import Sampling
@@ -167,7 +167,7 @@ async def _controller_figures(
 
         killed = time.perf_counter()
         os.kill(core, signal.SIGKILL)
-        async for told in stub.WatchReplicas(pb.WatchReplicasRequest(run_id=RUN)):
+        async for told in stub.WatchReplicas(pb.WatchReplicasRequest(run_id=RUN), timeout=GIVE_UP_S):
             if any(replica.health == pb.REPLICA_HEALTH_DEAD for replica in told.changed):
                 break
         yield Result("vllm_idle_death", "ms", (time.perf_counter() - killed) * 1e3, 0.0, MOST_DEATH_MS)
