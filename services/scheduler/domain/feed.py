@@ -34,7 +34,7 @@ class PolicyFeed:
                 self._training = None
                 yield types.RunOpened(at=at, config=self.config)
             case events.RunUpdated():
-                yield types.RunOpened(at=at, config=self.config)
+                yield types.RunOpened(at=at, config=self.config, goes_on=True)
             case events.MiniBatchBegan():
                 yield from self._training_ended(at)
                 yield types.StarvationBegan(

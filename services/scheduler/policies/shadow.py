@@ -28,7 +28,7 @@ class ShadowPolicy:
     def observe(self, event: Event) -> None:
         self._acting.observe(event)
         if isinstance(event, RunOpened):
-            event = RunOpened(at=event.at, config=switching(event.config))
+            event = replace(event, config=switching(event.config))
         self._shadow.observe(event)
 
     def decide(self, point: Point, now: float) -> Decision:

@@ -123,9 +123,13 @@ class Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOpened(Event):
-    """The run was opened, opened again by a newer epoch, or re-configured. What was learned before stays."""
+    """The run was opened, opened again by a newer epoch, or re-configured. What was learned before stays.
+
+    goes_on: it was re-configured between two steps, and whatever runs goes on.
+    """
 
     config: PolicyConfig
+    goes_on: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

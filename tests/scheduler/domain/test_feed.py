@@ -53,7 +53,7 @@ def test_a_new_opening_forgets_the_mini_batch_in_training() -> None:
 
 def test_a_changed_configuration_reaches_the_policy() -> None:
     """UpdateRun would otherwise change what GetRun says and nothing else."""
-    assert read(events.RunUpdated("{}")) == [types.RunOpened(at=0.0, config=CONFIG)]
+    assert read(events.RunUpdated("{}")) == [types.RunOpened(at=0.0, config=CONFIG, goes_on=True)]
 
 
 def test_costs_depth_groups_and_topology_are_told_as_they_are() -> None:

@@ -339,6 +339,16 @@ def test_a_trainer_that_came_back_is_not_told_that_all_is_visible_and_therefore_
     assert decision.numbers["covered_share"] == 0
 
 
+def test_another_configuration_makes_nothing_unseen() -> None:
+    """What had just been read was forgotten, groups that nobody ran yet for good."""
+    scene = Scene()
+    scene.history()
+    scene.running(64)
+    scene.feed(RunOpened(at=scene.now, config=configured(RUN, enable_switch=True), goes_on=True))
+    assert "verl decides" not in scene.end(1, 0, 64).reason
+    assert len(scene.policy._known.groups) == 64
+
+
 def test_switching_off_is_off() -> None:
     """No policy lends where it is not allowed to."""
     scene = Scene(enable_switch=False)

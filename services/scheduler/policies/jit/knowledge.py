@@ -90,7 +90,8 @@ class Knowledge:
             case RunOpened():
                 self.run = event.config.run
                 self.rhythm.resize(event.config.switch.switch_cost_window_size)
-                self.groups.clear()
+                if not event.goes_on:
+                    self.groups.clear()
             case TopologyChanged():
                 self._topology = (event.hybrid_replicas, event.standalone_replicas)
                 self.speed.moved(event.at, 0.0)

@@ -75,10 +75,11 @@ class JitPolicy:
         match event:
             case RunOpened():
                 self._config = event.config
-                # Of a step that was cut, or that goes on by other rules, nothing can be learned.
-                self._unpredicted, self._replay = False, None
-                self._guard.forget_step()
-                hindsight.forget_step()
+                if not event.goes_on:
+                    # Of a step that was cut nothing can be learned.
+                    self._unpredicted, self._replay = False, None
+                    self._guard.forget_step()
+                    hindsight.forget_step()
             case StepBegan():
                 self._step = event.step
                 self._mini_batches_done = 0
