@@ -21,6 +21,7 @@ from services.scheduler.policies import create
 from services.scheduler.policies.config import SwitchConfig
 from services.scheduler.policies.types import Point
 from services.scheduler.readings import counters_of, requests_of
+from services.scheduler.reports import Reports
 from services.scheduler.turns import Turns
 from turnout.engine.v1 import engine_pb2
 
@@ -76,7 +77,7 @@ class Scene:
         groups = tuple(f"g{number}" for number in range(self._requests // GROUP))
         self.tell(events.GroupsAdded(groups, 0, (GROUP,) * len(groups)))
         for _ in range(6):
-            self.tell(requests_of(self.reading(), "train", self.turns), READING_EVERY_S)
+            self.tell(requests_of(self.reading(), "train", self.turns, Reports()), READING_EVERY_S)
             self.tell(counters_of(self.reading(), {}))
         self.tell(events.LendDone("l", events.LendKind.STEP_END, 15.0, True))
         self.tell(events.ReclaimDone(5.0, True))
@@ -148,7 +149,7 @@ def _decide(scene: Scene, point: Point, prepare: Callable[[Scene], None], rounds
     prepare(scene)
     taken = []
     for _ in range(rounds):
-        scene.tell(requests_of(scene.reading(), "train", scene.turns))
+        scene.tell(requests_of(scene.reading(), "train", scene.turns, Reports()))
         begin = time.process_time()
         scene.run.decide(point, scene.step, scene.moment)
         taken.append(time.process_time() - begin)
@@ -168,7 +169,7 @@ def following(requests: int, rounds: int) -> Result:
         begin = time.process_time()
         report = engine_pb2.ProgressReport.FromString(message)
         first = scene.run.log.last + 1
-        scene.tell(requests_of(report, "train", scene.turns))
+        scene.tell(requests_of(report, "train", scene.turns, Reports()))
         scene.tell(counters_of(report, {}))
         for placed in scene.run.log.read(first, 100):
             event_to_proto(placed).SerializeToString()

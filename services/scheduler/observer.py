@@ -18,6 +18,7 @@ from services.scheduler.domain import events
 from services.scheduler.hosted import HostedRun
 from services.scheduler.policies.types import Point
 from services.scheduler.readings import counters_of, on_hybrid, requests_of
+from services.scheduler.reports import Reports
 from services.scheduler.turns import Turns
 from turnout.buffer.v1 import buffer_pb2
 from turnout.engine.v1 import engine_pb2
@@ -46,6 +47,7 @@ class Observer:
         self._replicas: dict[str, engine_pb2.Replica] = {}
         self._read_at: float | None = None
         self._turns = Turns()
+        self._reports = Reports()
         hosted.stop_following = self.close
         hosted.read_progress = self.read_progress
 
@@ -97,19 +99,28 @@ class Observer:
         match event.kind:
             case buffer_pb2.GROUP_EVENT_KIND_TRAJECTORY_FINISHED:
                 self._following.last_replica = event.replica_id
+                self._turns.settle(event.group_id, event.index)
+                self._reports.settle(event.group_id, event.index)
                 length = event.lengths[0] if event.lengths else 0
                 pool = self._on_hybrid(event.replica_id)
                 return events.TrajectoryFinished(event.group_id, event.index, length, event.replica_id, pool)
             case buffer_pb2.GROUP_EVENT_KIND_FINISHED:
-                self._turns.forget(event.group_id)
+                self._forget(event.group_id)
                 pool = self._on_hybrid(event.replica_id or self._following.last_replica)
                 return events.GroupFinished(event.group_id, tuple(event.lengths), event.born_step, pool)
+            case buffer_pb2.GROUP_EVENT_KIND_PROGRESS:
+                self._reports.told(event.group_id, event.index, event.done)
             case buffer_pb2.GROUP_EVENT_KIND_REISSUED:
+                self._reports.forget(event.group_id)
                 return events.TrajectoriesReissued(event.group_id, event.trajectories)
             case kind if kind in _EXITS:
-                self._turns.forget(event.group_id)
+                self._forget(event.group_id)
                 return events.GroupLeft(event.group_id, _EXITS[kind], _reasons(event.reasons))
         return None
+
+    def _forget(self, group_id: str) -> None:
+        self._turns.forget(group_id)
+        self._reports.forget(group_id)
 
     def _on_hybrid(self, replica_id: str) -> bool | None:
         return on_hybrid(self._replicas.get(replica_id))
@@ -159,7 +170,7 @@ class Observer:
     def _saw_progress(self, report: engine_pb2.ProgressReport) -> None:
         run, moment = self._hosted.run, self._hosted.moment
         self._read_at = moment.now
-        run.record(requests_of(report, run.config.partition, self._turns), moment)
+        run.record(requests_of(report, run.config.partition, self._turns, self._reports), moment)
         run.record(counters_of(report, self._replicas), moment)
 
     async def read_progress(self, point: Point) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from services.scheduler.domain import events
+from services.scheduler.reports import Reports
 from services.scheduler.turns import Turns
 from turnout.engine.v1 import engine_pb2
 
@@ -20,11 +21,17 @@ def on_hybrid(replica: engine_pb2.Replica | None) -> bool | None:
     return None if replica is None else _POOLS.get(replica.spec.role)
 
 
-def requests_of(report: engine_pb2.ProgressReport, partition: str, turns: Turns) -> events.RequestProgress:
-    """The running requests of the training partition, each with the tokens of its trajectory's earlier turns."""
+def requests_of(
+    report: engine_pb2.ProgressReport, partition: str, turns: Turns, reports: Reports
+) -> events.RequestProgress:
+    """What runs of the training partition.
+
+    Requests, each with the tokens of its trajectory's earlier turns; trajectories between two turns; and those that no
+    engine ever showed, as their workers report them.
+    """
     reported = [request for request in report.requests if request.join_key.partition == partition]
     turns.read(reported)
-    requests = tuple(
+    requests = [
         events.RunningRequest(
             request.join_key.group_id,
             request.join_key.trajectory,
@@ -33,8 +40,18 @@ def requests_of(report: engine_pb2.ProgressReport, partition: str, turns: Turns)
             _POOLS.get(request.role) if request.replica_id else None,
         )
         for request in reported
-    )
-    return events.RequestProgress(requests, report.covered_share)
+    ]
+    alone = [told for told in reports if not turns.knows(told[0], told[1])]
+    requests += [events.RunningRequest(*told, "", None) for told in (*turns.between(), *alone)]
+    return events.RequestProgress(tuple(requests), _covered_share(report, len(alone)))
+
+
+def _covered_share(report: engine_pb2.ProgressReport, alone: int) -> float:
+    """The share of what runs in engines that is known, with `alone` trajectories that workers tell of."""
+    in_engines = sum(counters.running + counters.waiting for counters in report.replicas)
+    if not in_engines:
+        return report.covered_share
+    return min(1.0, report.covered_share + alone / in_engines)
 
 
 def counters_of(

@@ -1,16 +1,17 @@
-"""How many tokens a trajectory has decoded over all its turns.
+"""How many tokens a trajectory has decoded over all its turns, and which are between two of them.
 
 A trajectory that calls tools is one request after the other, each of which counts from 0; what its lengths are learned
 from, and how far it is, is the sum.
 
 Invariants: a request that goes on elsewhere keeps what it has, so it is no turn of its own; several requests of one
 trajectory at a time each count with all turns that ended; what is kept of a group goes with it, also if a reading that
-was on its way, or an engine that has not ended its requests yet, still tells of it.
+was on its way, or an engine that has not ended its requests yet, still tells of it. A trajectory without a request is
+between two turns until it finishes; where nothing ever took a second turn, it is done, and about to be told so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -28,11 +29,22 @@ class _Turns:
     present: dict[str, int] = field(default_factory=dict)
 
 
+@dataclass(slots=True)
+class _Group:
+    """members: those that were seen running. settled: positions of those that finished."""
+
+    members: dict[_Trajectory, _Turns] = field(default_factory=dict)
+    settled: set[int] = field(default_factory=set)
+
+
 class Turns:
     """The trajectories of one run that were seen running."""
 
     def __init__(self) -> None:
-        self._groups: dict[str, dict[_Trajectory, _Turns]] = {}
+        self._groups: dict[str, _Group] = {}
+        self._running: set[tuple[str, int, int]] = set()
+        self._several = False
+        """Whether any trajectory took a second turn."""
         self._gone: set[str] = set()
         """Groups that were forgotten since the last reading, or that it still told of."""
         self._reading = False
@@ -51,15 +63,44 @@ class Turns:
             present[request.engine_request_id] = request.output_tokens
         self._gone = late
         for (group, trajectory, attempt), present in running.items():
-            turns = self._groups.setdefault(group, {}).setdefault((trajectory, attempt), _Turns())
+            members = self._groups.setdefault(group, _Group()).members
+            turns = members.setdefault((trajectory, attempt), _Turns())
             if present.keys() != turns.present.keys():
-                turns.ended += _ended(turns.present, present)
+                ended = _ended(turns.present, present)
+                turns.ended += ended
+                self._several = self._several or ended > 0
             turns.present = present
+        self._running = set(running)
 
     def before(self, key: engine_pb2.JoinKey) -> int:
         """Tokens of the turns of a trajectory that are over."""
-        turns = self._groups.get(key.group_id, {}).get((key.trajectory, key.attempt))
+        group = self._groups.get(key.group_id)
+        turns = None if group is None else group.members.get((key.trajectory, key.attempt))
         return 0 if turns is None else turns.ended
+
+    def between(self) -> Iterator[tuple[str, int, int]]:
+        """Group, position and tokens of the trajectories that the last reading did not show and that have not finished:
+        a tool works for them."""
+        if not self._several:
+            return
+        for name, group in self._groups.items():
+            latest: dict[int, int] = {}
+            for index, attempt in group.members:
+                latest[index] = max(attempt, latest.get(index, attempt))
+            for index, attempt in latest.items():
+                if index not in group.settled and (name, index, attempt) not in self._running:
+                    turns = group.members[index, attempt]
+                    yield name, index, turns.ended + sum(turns.present.values())
+
+    def knows(self, group_id: str, index: int) -> bool:
+        """Whether a request of the trajectory was ever seen."""
+        group = self._groups.get(group_id)
+        return group is not None and any(position == index for position, _ in group.members)
+
+    def settle(self, group_id: str, index: int) -> None:
+        """The trajectory finished; a reading may be late and show it once more."""
+        if group_id in self._groups:
+            self._groups[group_id].settled.add(index)
 
     def forget(self, group_id: str) -> None:
         """The group is finished, or gone."""

@@ -8,6 +8,7 @@ from services.bench.scheduler import FIGURES, measure
 from services.bench.scheduler_policy import Scene
 from services.scheduler.policies.types import Action, Point
 from services.scheduler.readings import requests_of
+from services.scheduler.reports import Reports
 
 
 @pytest.mark.timeout(120)
@@ -21,7 +22,7 @@ async def test_all_figures_are_measured_beside_their_baselines() -> None:
 def test_the_decisions_that_are_timed_rest_on_a_forecast() -> None:
     """A policy that has not learned enough yet answers at once, and its time means nothing."""
     scene = Scene("jit", 1024)
-    scene.tell(requests_of(scene.reading(), "train", scene.turns))
+    scene.tell(requests_of(scene.reading(), "train", scene.turns, Reports()))
     ended = scene.run.decide(Point.STEP_END, scene.step, scene.moment)
     assert ended.action is Action.LEND
     assert ended.placement is not None

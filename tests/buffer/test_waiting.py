@@ -595,3 +595,42 @@ async def test_status_details_reach_a_plain_client(caller: Caller) -> None:
         await caller.depth()
     error = from_rpc_error(caught.value)
     assert (error.code, error.reason, error.metadata["field"]) == (Code.NOT_FOUND, "RUN_NOT_FOUND", "run_id")
+
+
+async def test_progress_comes_at_most_every_two_seconds_and_never_after_the_end(
+    timed: Buffer, clock: ManualClock
+) -> None:
+    """Hundreds of workers report by themselves: a scheduler that followed each would do nothing else. A report that
+    came after its trajectory's end would have it run for ever."""
+    caller = timed.caller()
+    await caller.create()
+    await caller.open()
+    await caller.add("a", size=3)
+    [claim] = await caller.claim(3)
+    call: Any = caller.stub.WatchGroups(pb.WatchGroupsRequest(run_id="run", from_sequence=3))
+
+    async def report(index: int, done: int) -> None:
+        progress = [pb.TrajectoryProgress(token=claim.token, group_id="a", index=index, done=done)]
+        await caller.stub.ReportProgress(pb.ReportProgressRequest(**caller.place, progress=progress))
+
+    async def told() -> list[tuple[int, int]]:
+        return [(event.index, event.done) for event in (await call.read()).events]
+
+    reading = asyncio.ensure_future(told())
+    while not reading.done():
+        await report(0, 1)
+        await asyncio.sleep(0.01)
+    assert await reading == [(0, 1)]
+    for done in (2, 3, 4):
+        await report(0, done)
+        await report(1, 10 * done)
+        await report(2, 5)
+    await caller.finish(result("a", 2, output(1.0, 3), token=claim.token))
+    finished = await call.read()
+    assert [event.kind for event in finished.events] == [pb.GROUP_EVENT_KIND_TRAJECTORY_FINISHED]
+    reading = asyncio.ensure_future(told())
+    await caller.depth()
+    assert not reading.done()
+    await clock.advance(2.0)
+    assert await reading == [(0, 4), (1, 40)]
+    call.cancel()

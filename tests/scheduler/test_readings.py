@@ -8,6 +8,7 @@ from services.runtime.clock import MonotonicClock
 from services.runtime.errors import unavailable
 from services.scheduler.domain import events
 from services.scheduler.readings import counters_of, on_hybrid, requests_of
+from services.scheduler.reports import Reports
 from services.scheduler.turns import Turns
 from tests.scheduler.world import run_config, world
 from turnout.engine.v1 import engine_pb2
@@ -82,7 +83,8 @@ def test_a_replica_of_neither_pool_is_of_no_pool() -> None:
     told.requests[0].role = colocated
     told.requests.add(join_key=engine_pb2.JoinKey(partition="val", group_id="v"))
     told.replicas.add(replica_id="c", role=colocated, running=2)
-    assert requests_of(told, "train", Turns()).requests == (events.RunningRequest("g", 1, 5, "standalone-0", None),)
+    (request,) = requests_of(told, "train", Turns(), Reports()).requests
+    assert request == events.RunningRequest("g", 1, 5, "standalone-0", None)
     (reading,) = counters_of(told, {}).replicas
     assert (reading.hybrid, reading.running, reading.route) == (None, 2, events.RouteState.OUT)
     assert on_hybrid(None) is None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from services.scheduler.domain import events
 from services.scheduler.readings import requests_of
+from services.scheduler.reports import Reports
 from services.scheduler.turns import Turns
 from turnout.engine.v1 import engine_pb2
 
@@ -14,7 +16,7 @@ def running(name: str, tokens: int, trajectory: int = 0, attempt: int = 1) -> en
 
 def seen(turns: Turns, *requests: engine_pb2.RequestProgress) -> list[int]:
     """The tokens that policies are told of, in the order of the requests."""
-    told = requests_of(engine_pb2.ProgressReport(requests=requests, covered_share=1.0), "train", turns)
+    told = requests_of(engine_pb2.ProgressReport(requests=requests, covered_share=1.0), "train", turns, Reports())
     return [request.done for request in told.requests]
 
 
@@ -31,9 +33,29 @@ def test_the_time_of_a_tool_decodes_nothing_and_forgets_nothing() -> None:
     """While a tool runs there is no request: no token is made up for it, and none is lost."""
     turns = Turns()
     assert seen(turns, running("t1", 900)) == [900]
-    assert seen(turns) == []
-    assert seen(turns) == []
+    assert seen(turns) == [], "nothing took a second turn: it has finished"
     assert seen(turns, running("t2", 20)) == [920]
+    assert seen(turns) == [920]
+    assert seen(turns) == [920]
+    assert seen(turns, running("t3", 5)) == [925]
+
+
+def test_a_trajectory_in_a_tool_call_runs_on_no_replica_until_it_finishes() -> None:
+    """Taken for finished it holds its group back no more, and the trainer is told to wait for less than there is."""
+    turns = Turns()
+    seen(turns, running("t1", 900))
+    seen(turns, running("t2", 20), running("u1", 50, trajectory=1))
+    report = engine_pb2.ProgressReport(requests=[running("u1", 60, trajectory=1)], covered_share=1.0)
+    parked = requests_of(report, "train", turns, Reports()).requests[1]
+    assert parked == events.RunningRequest("g", 0, 920, "", None)
+    turns.settle("g", 0)
+    assert seen(turns, running("u1", 70, trajectory=1)) == [70]
+    assert seen(turns, running("t2", 25), running("u1", 70, trajectory=1)) == [925, 70], "a late reading"
+    assert seen(turns, running("u1", 80, trajectory=1)) == [80]
+    assert seen(turns, running("u2", 1, trajectory=1, attempt=2)) == [1], "the attempt before is gone"
+    assert seen(turns) == [1]
+    turns.forget("g")
+    assert seen(turns) == []
 
 
 def test_a_request_that_goes_on_elsewhere_is_no_new_turn() -> None:

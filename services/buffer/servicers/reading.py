@@ -2,11 +2,14 @@
 
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from math import inf
 
 from services.buffer.domain.depth import Depth
 from services.buffer.domain.dropped import CAPACITY
+from services.buffer.domain.events import GroupEvent
 from services.buffer.domain.group import GroupState
-from services.buffer.domain.run import check_step
+from services.buffer.domain.run import Run, check_step
+from services.buffer.domain.trajectory import TrajectoryState
 from services.buffer.servicers.base import BufferCalls, Context
 from services.buffer.wire.groups import event_to, group_to
 from services.buffer.wire.scalars import enum_of
@@ -21,6 +24,8 @@ DEFAULT_PAGE = 100
 PAGE_BYTES = 3 << 20
 # Events per message: some 100 kB.
 EVENTS_PER_MESSAGE = 1000
+# Domain seconds from one message of progress to the next: hundreds of workers report by themselves.
+PROGRESS_S = 2.0
 
 
 class ReadingCalls(BufferCalls):
@@ -83,6 +88,7 @@ class ReadingCalls(BufferCalls):
         # Numbers begin at 1, so 0 asks for everything.
         sequence = max(sequence, 1)
         clock = self.desk.clock
+        told_at = -inf
         with self.desk.parking(run).group_watch() as parked:
             while True:
                 parked.wake.clear()
@@ -90,13 +96,15 @@ class ReadingCalls(BufferCalls):
                     sequence += len(batch)
                     await self.desk.durable()
                     yield pb.WatchGroupsResponse(events=map(event_to, batch))
-                if parked.progress:
-                    progress = list(parked.progress.values())
+                if parked.progress and clock.now() >= told_at + PROGRESS_S:
+                    told_at = clock.now()
+                    progress = [event for event in parked.progress.values() if _runs(run, event)]
                     parked.progress.clear()
-                    yield pb.WatchGroupsResponse(events=map(event_to, progress))
+                    if progress:
+                        yield pb.WatchGroupsResponse(events=map(event_to, progress))
                     continue
-                forever = deadline_after(clock, MAX_WAIT_S)
-                await park(parked.wake, forever, clock=clock, draining=self.draining)
+                until = told_at + PROGRESS_S if parked.progress else deadline_after(clock, MAX_WAIT_S)
+                await park(parked.wake, until, clock=clock, draining=self.draining)
                 parked.check()
 
     async def GetGroup(self, request: pb.GetGroupRequest, context: Context) -> pb.GetGroupResponse:
@@ -157,6 +165,15 @@ class ReadingCalls(BufferCalls):
         response.dropped_prompts.extend([dropped_to(name, prompt) for prompt, name in dropped[:limit]])
         await self.desk.durable()
         return response
+
+
+def _runs(run: Run, progress: GroupEvent) -> bool:
+    """Whether the trajectory still runs in the attempt that its worker told of."""
+    group = run.partition(progress.partition).groups.get(progress.group_id)
+    if group is None or progress.index is None:
+        return False
+    trajectory = group.trajectory(progress.index)
+    return trajectory.state is TrajectoryState.RUNNING and trajectory.attempt == progress.attempt
 
 
 def _page_after(token: str) -> int:

@@ -167,9 +167,10 @@ class GroupLeft:
 
 @dataclass(frozen=True, slots=True)
 class RunningRequest:
-    """Progress of one running trajectory; `replica_id` is empty and `on_hybrid` None while it is parked.
+    """Progress of one running trajectory, in the run's unit.
 
-    `on_hybrid` is None too of a replica that is neither hybrid nor standalone.
+    `replica_id` is empty and `on_hybrid` None while it is parked or between two turns, and where its worker alone tells
+    of it. `on_hybrid` is None too of a replica that is neither hybrid nor standalone.
     """
 
     group_id: str

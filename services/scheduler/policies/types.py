@@ -163,8 +163,9 @@ class GroupsAdded(Event):
 class RequestState:
     """One request as its engine last saw it.
 
-    tokens: generated so far, over all segments; final when `finished`.
-    prompt_tokens: None when unknown. replica, pool: where it runs or finished; empty and None while it is parked.
+    tokens: generated so far, over all turns and segments, in the run's unit; final when `finished`.
+    prompt_tokens: None when unknown. replica, pool: where it runs or finished; empty and None while it is parked or a
+    tool works for it, and where its worker alone tells of it.
     pool: None too where the replica's pool is not known.
     """
 

@@ -337,7 +337,9 @@ class _GroupEventKindEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper.
     GROUP_EVENT_KIND_REISSUED: _GroupEventKind.ValueType  # 10
     """Trajectories became pending again."""
     GROUP_EVENT_KIND_PROGRESS: _GroupEventKind.ValueType  # 11
-    """A trajectory reported progress. Coalesced per trajectory, never replayed, and without a sequence number of its own."""
+    """A trajectory that runs reported progress. Coalesced per trajectory, at most one message every 2 seconds of domain
+    time, never replayed, and without a sequence number of its own.
+    """
     GROUP_EVENT_KIND_RESTORED: _GroupEventKind.ValueType  # 12
     """The run was restored: everything before is void, list the groups again. It names no partition and no group."""
 
@@ -367,7 +369,9 @@ GROUP_EVENT_KIND_EVICTED: GroupEventKind.ValueType  # 9
 GROUP_EVENT_KIND_REISSUED: GroupEventKind.ValueType  # 10
 """Trajectories became pending again."""
 GROUP_EVENT_KIND_PROGRESS: GroupEventKind.ValueType  # 11
-"""A trajectory reported progress. Coalesced per trajectory, never replayed, and without a sequence number of its own."""
+"""A trajectory that runs reported progress. Coalesced per trajectory, at most one message every 2 seconds of domain
+time, never replayed, and without a sequence number of its own.
+"""
 GROUP_EVENT_KIND_RESTORED: GroupEventKind.ValueType  # 12
 """The run was restored: everything before is void, list the groups again. It names no partition and no group."""
 Global___GroupEventKind: typing_extensions.TypeAlias = GroupEventKind
@@ -2133,7 +2137,7 @@ class TrajectoryProgress(google.protobuf.message.Message):
     index: builtins.int
     """Position in the group."""
     done: builtins.int
-    """Units done so far, over all turns and segments, at least 0."""
+    """Units done so far, over all turns and segments, at least 0; in the unit in which the segments count their tokens."""
     total: builtins.int
     """Units in total, if known in advance."""
     unit: builtins.str

@@ -452,9 +452,9 @@ class RunningRequest(google.protobuf.message.Message):
     done: builtins.int
     """Tokens (or units) so far, over turns and segments."""
     replica_id: builtins.str
-    """Replica it runs on; empty if parked."""
+    """Replica it runs on; empty if it is parked or a tool works for it, or if its worker alone tells of it."""
     on_hybrid: builtins.bool
-    """True on a hybrid replica, false on a standalone one. Unset: parked, or on a replica that is neither."""
+    """True on a hybrid replica, false on a standalone one. Unset: on none, as above, or on one that is neither."""
     def __init__(
         self,
         *,

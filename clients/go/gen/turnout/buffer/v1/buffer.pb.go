@@ -556,7 +556,8 @@ const (
 	GroupEventKind_GROUP_EVENT_KIND_EVICTED GroupEventKind = 9
 	// Trajectories became pending again.
 	GroupEventKind_GROUP_EVENT_KIND_REISSUED GroupEventKind = 10
-	// A trajectory reported progress. Coalesced per trajectory, never replayed, and without a sequence number of its own.
+	// A trajectory that runs reported progress. Coalesced per trajectory, at most one message every 2 seconds of domain
+	// time, never replayed, and without a sequence number of its own.
 	GroupEventKind_GROUP_EVENT_KIND_PROGRESS GroupEventKind = 11
 	// The run was restored: everything before is void, list the groups again. It names no partition and no group.
 	GroupEventKind_GROUP_EVENT_KIND_RESTORED GroupEventKind = 12
@@ -4401,7 +4402,7 @@ type TrajectoryProgress struct {
 	GroupId string `protobuf:"bytes,2,opt,name=group_id,json=groupId,proto3" json:"group_id,omitempty"`
 	// Position in the group.
 	Index int32 `protobuf:"varint,3,opt,name=index,proto3" json:"index,omitempty"`
-	// Units done so far, over all turns and segments, at least 0.
+	// Units done so far, over all turns and segments, at least 0; in the unit in which the segments count their tokens.
 	Done int64 `protobuf:"varint,4,opt,name=done,proto3" json:"done,omitempty"`
 	// Units in total, if known in advance.
 	Total *int64 `protobuf:"varint,5,opt,name=total,proto3,oneof" json:"total,omitempty"`

@@ -971,9 +971,9 @@ type RunningRequest struct {
 	Index int32 `protobuf:"varint,2,opt,name=index,proto3" json:"index,omitempty"`
 	// Tokens (or units) so far, over turns and segments.
 	Done int64 `protobuf:"varint,3,opt,name=done,proto3" json:"done,omitempty"`
-	// Replica it runs on; empty if parked.
+	// Replica it runs on; empty if it is parked or a tool works for it, or if its worker alone tells of it.
 	ReplicaId string `protobuf:"bytes,4,opt,name=replica_id,json=replicaId,proto3" json:"replica_id,omitempty"`
-	// True on a hybrid replica, false on a standalone one. Unset: parked, or on a replica that is neither.
+	// True on a hybrid replica, false on a standalone one. Unset: on none, as above, or on one that is neither.
 	OnHybrid *bool `protobuf:"varint,5,opt,name=on_hybrid,json=onHybrid,proto3,oneof" json:"on_hybrid,omitempty"`
 }
 

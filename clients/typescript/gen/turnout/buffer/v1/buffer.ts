@@ -518,7 +518,10 @@ export enum GroupEventKind {
   GROUP_EVENT_KIND_EVICTED = 9,
   /** GROUP_EVENT_KIND_REISSUED - Trajectories became pending again. */
   GROUP_EVENT_KIND_REISSUED = 10,
-  /** GROUP_EVENT_KIND_PROGRESS - A trajectory reported progress. Coalesced per trajectory, never replayed, and without a sequence number of its own. */
+  /**
+   * GROUP_EVENT_KIND_PROGRESS - A trajectory that runs reported progress. Coalesced per trajectory, at most one message every 2 seconds of domain
+   * time, never replayed, and without a sequence number of its own.
+   */
   GROUP_EVENT_KIND_PROGRESS = 11,
   /** GROUP_EVENT_KIND_RESTORED - The run was restored: everything before is void, list the groups again. It names no partition and no group. */
   GROUP_EVENT_KIND_RESTORED = 12,
@@ -1379,7 +1382,7 @@ export interface TrajectoryProgress {
   groupId: string;
   /** Position in the group. */
   index: number;
-  /** Units done so far, over all turns and segments, at least 0. */
+  /** Units done so far, over all turns and segments, at least 0; in the unit in which the segments count their tokens. */
   done: bigint;
   /** Units in total, if known in advance. */
   total?:

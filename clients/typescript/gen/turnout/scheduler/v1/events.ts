@@ -395,9 +395,9 @@ export interface RunningRequest {
   index: number;
   /** Tokens (or units) so far, over turns and segments. */
   done: bigint;
-  /** Replica it runs on; empty if parked. */
+  /** Replica it runs on; empty if it is parked or a tool works for it, or if its worker alone tells of it. */
   replicaId: string;
-  /** True on a hybrid replica, false on a standalone one. Unset: parked, or on a replica that is neither. */
+  /** True on a hybrid replica, false on a standalone one. Unset: on none, as above, or on one that is neither. */
   onHybrid?: boolean | undefined;
 }
 
