@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from services.scheduler.domain import events
+from services.scheduler.domain.feed import PolicyFeed
+from services.scheduler.policies import types
+from services.scheduler.policies.jit.inflight import Groups, InFlight
 from services.scheduler.readings import requests_of
 from services.scheduler.reports import Reports
 from services.scheduler.turns import Turns
+from tests.scheduler.policies.drive import configured
 from turnout.engine.v1 import engine_pb2
 
 
@@ -93,3 +97,30 @@ def test_a_group_that_is_gone_is_not_kept_because_its_requests_still_run() -> No
         assert not turns._groups
     seen(turns)
     assert not turns._gone
+
+
+def test_jit_keeps_a_group_waiting_for_its_member_in_a_tool_call() -> None:
+    """A member that is out of sight has settled for `jit`: its group would count as there while a tool still works."""
+    turns, feed, groups = Turns(), PolicyFeed(configured()), Groups(2)
+    groups.added(types.GroupsAdded(at=0.0, step=1, groups=(types.NewGroup(group="g", size=2),)))
+
+    def happens(event: events.RequestProgress | events.TrajectoryFinished) -> InFlight:
+        for seen_event in feed.read(event, 1.0):
+            assert isinstance(seen_event, types.RequestProgress)
+            groups.progress(seen_event)
+        return groups.in_flight()
+
+    def reads(*requests: engine_pb2.RequestProgress) -> InFlight:
+        report = engine_pb2.ProgressReport(requests=requests, covered_share=1.0)
+        return happens(requests_of(report, "train", turns, Reports()))
+
+    reads(running("t1", 900), running("u1", 40, trajectory=1))
+    reads(running("t2", 20), running("u1", 50, trajectory=1))
+    flight = reads(running("u1", 60, trajectory=1))
+    assert flight.snapshot.settled.tolist() == [0]
+    assert sorted(flight.snapshot.tokens.tolist()) == [60, 920]
+    turns.settle("g", 0)
+    happens(events.TrajectoryFinished("g", 0, 930, "r", False))
+    flight = reads(running("u1", 70, trajectory=1))
+    assert flight.snapshot.settled.tolist() == [1]
+    assert flight.snapshot.tokens.tolist() == [70]
