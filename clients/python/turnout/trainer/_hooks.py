@@ -162,8 +162,8 @@ class AsyncTrainerHooks:
     async def close(self, *, reason: str | None = None) -> None:
         """Stop the heartbeats and close the connections. With a reason the run is closed at the scheduler too.
 
-        That takes GPUs back which are lent. Raises TurnoutError / RECLAIM_FAILED or ABORT_LEND_FAILED if it cannot: then
-        the scheduler holds them for this run until CloseRun succeeds, or a trainer opens the run again.
+        That takes GPUs back which are lent. Raises TurnoutError / RECLAIM_FAILED or ABORT_LEND_FAILED if it cannot;
+        then the scheduler holds them for this run until CloseRun succeeds, or a trainer opens the run again.
         """
         try:
             if reason is not None:
