@@ -136,6 +136,7 @@ async def stack(
             scheduler_target = (await more.enter_async_context(build_scheduler(scheduler_settings))).target
         config = scheduler_pb2.RunConfig(
             switch=scheduler_pb2.SwitchConfig(enable_switch=True, switch_threshold_ratio=0.5),
+            policy="verl",
             train_batch_size=8,
             parameter_sync_step=2,
             mini_batch_size=4,
