@@ -58,7 +58,7 @@ async def test_backends_say_what_they_lack(tmp_path: Path) -> None:
     with pytest.raises(TurnoutError, match="no endpoint"):
         await vllm_inproc.open_backend(ReplicaSpec("r", Role.HYBRID, "vllm-inproc", "http://x"), tmp_path, clock)
     for endpoint in ("", "localhost:8000", "ftp://x"):
-        with pytest.raises(TurnoutError, match="URL of an API server"):
+        with pytest.raises(TurnoutError, match="needs the URL of a server"):
             await vllm_http.open_backend(ReplicaSpec("r", Role.HYBRID, "vllm-http", endpoint), clock)
     with pytest.raises(TurnoutError) as caught:
         await vllm_http.open_backend(ReplicaSpec("r", Role.HYBRID, "vllm-http", "http://127.0.0.1:1"), clock)

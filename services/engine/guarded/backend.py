@@ -24,7 +24,14 @@ from services.engine.guarded.requests import Requests
 from services.engine.guarded.residency import Residency
 from services.engine.guarded.surface import Reading, Surface
 from services.runtime.clock import Clock
-from services.runtime.errors import TurnoutError, aborted, deadline_exceeded, failed_precondition, invalid_argument
+from services.runtime.errors import (
+    Code,
+    TurnoutError,
+    aborted,
+    deadline_exceeded,
+    failed_precondition,
+    invalid_argument,
+)
 
 T = TypeVar("T")
 
@@ -37,6 +44,9 @@ millisecond or two of processor time."""
 
 NEEDED: Final = frozenset({calls.PAUSE, calls.PAUSE_MODE})
 """Without these an engine cannot be stopped safely (vLLM before 0.18)."""
+
+_REFUSALS: Final = (Code.FAILED_PRECONDITION, Code.INVALID_ARGUMENT, Code.OUT_OF_RANGE, Code.NOT_FOUND)
+"""What we say instead of calling the engine, or it instead of acting."""
 
 
 class GuardedBackend:
@@ -345,8 +355,9 @@ class GuardedBackend:
             try:
                 reading = await work()
             except BaseException as error:
-                # What was refused before it reached the engine changed nothing there.
-                refused = isinstance(error, TurnoutError) and error.reason != "ENGINE_FAILED"
+                # What was refused before it reached the engine changed nothing there. A connection that broke says
+                # nothing of what the engine did.
+                refused = isinstance(error, TurnoutError) and error.code in _REFUSALS
                 self._state.doubtful |= moves_memory and not refused
                 raise
             if reading is None:

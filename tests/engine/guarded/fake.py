@@ -15,13 +15,13 @@ from services.engine.guarded.residency import TAGS
 from services.engine.guarded.surface import Draw, Reading, Tokens
 from services.engine.vllm.async_llm import METHODS
 from services.runtime.clock import MonotonicClock
-from services.runtime.errors import aborted
+from services.runtime.errors import aborted, unavailable
 
 EVERYTHING = frozenset(METHODS) | {calls.MEMORY}
 
 
 class FakeSurface:
-    """Remembers its calls; `fail` and `hang` name calls that do so."""
+    """Remembers its calls; `fail` and `hang` name calls that do so, `cut` those whose answers are lost."""
 
     vocabulary: int | None = 1000
     longest: int | None = 100
@@ -34,6 +34,7 @@ class FakeSurface:
         self.offers = offers
         self.calls: list[str] = []
         self.fail: set[str] = set()
+        self.cut: set[str] = set()
         self.hang: dict[str, asyncio.Event] = {}
         self.dead = False
         self.asleep: set[str] = set()
@@ -57,6 +58,8 @@ class FakeSurface:
             await self.hang[name.split()[0]].wait()
         if name.split()[0] in self.fail:
             raise aborted("ENGINE_FAILED", "it was told to fail")
+        if name.split()[0] in self.cut:
+            raise unavailable("ENGINE_UNREACHABLE", "its connection broke")
 
     async def check(self) -> None:
         if self.dead:

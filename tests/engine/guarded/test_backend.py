@@ -76,6 +76,20 @@ async def test_a_reading_without_memory_settles_no_doubt() -> None:
         await backend.resume(5)
 
 
+async def test_an_answer_that_was_lost_leaves_the_memory_in_doubt() -> None:
+    """A broken connection was taken for a call that had never reached the engine, which slept on unseen."""
+    surface = FakeSurface()
+    backend = backend_on(surface)
+    await backend.pause(PauseMode.ABORT, True, 5)
+    await backend.probe()
+    surface.cut.add("release_kv_cache")
+    with refused("UNAVAILABLE", "ENGINE_UNREACHABLE"):
+        await backend.release_kv_cache(5)
+    assert (await backend.probe()).resident_tags == {WEIGHTS}
+    with refused("FAILED_PRECONDITION", "TAG_ASLEEP"):
+        await backend.resume(5)
+
+
 async def test_a_wake_never_overtakes_a_sleep_that_was_given_up() -> None:
     """The sleep fires later all the same: a wake in between would be followed by freed memory, and a dead engine."""
     surface = FakeSurface()
