@@ -46,7 +46,11 @@ _DEFAULT: Final = "calibrated"
 @click.option("--policy", default="off,verl,jit", show_default=True, metavar="NAME[,NAME]", help="Policies to compare.")
 @click.option("--seed", type=click.IntRange(0, 65_535), default=0, show_default=True, help="First seed.")
 @click.option("--seeds", type=click.IntRange(1, 1000), default=1, show_default=True, help="How many seeds.")
-@click.option("--steps", type=click.IntRange(2, 100_000), help="Steps of every run, instead of the workload's own.")
+@click.option(
+    "--steps",
+    type=click.IntRange(2, 100_000),
+    help="Steps of every run, instead of the workload's own; fewer if its prompts end.",
+)
 @click.option(
     "--from-verl-metrics",
     "verl_metrics",
@@ -134,7 +138,12 @@ def _load(workload: str) -> list[Workload]:
 
 
 def _shortened(workload: Workload, steps: int | None) -> Workload:
-    return workload if steps is None else workload.model_copy(update={"steps": steps})
+    if steps is None:
+        return workload
+    batch = workload.batch
+    # A job whose prompts are counted has no further steps.
+    most = steps if batch.supply is None else min(steps, batch.supply // batch.groups)
+    return workload.model_copy(update={"steps": most})
 
 
 def _policies(text: str, workload: Workload) -> list[str]:

@@ -41,6 +41,18 @@ def test_table_and_picture(tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_more_steps_than_there_are_prompts_are_left_out() -> None:
+    """`--workload all --steps 60` ended in a trainer that waited for nothing."""
+    own, more = (
+        [
+            json.loads(line)["hours"]
+            for line in invoke("--workload", "demo", "--policy", "verl", "--json", *steps).splitlines()
+        ]
+        for steps in ([], ["--steps", "60"])
+    )
+    assert own == more
+
+
 def test_list_names_the_workloads() -> None:
     """Nobody guesses names."""
     assert "slow-prefill" in invoke("--list")
