@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -11,6 +10,7 @@ import click
 from services.cli.examples import with_examples
 from services.cli.failures import CommandFailed
 from services.cli.registering import NoGpus, register, register_agent
+from services.cli.running import run_async
 from services.cli.targets import ENGINE, security_options, target_option
 from turnout.client import AsyncEngineClient, TurnoutError
 from turnout.engine.v1 import engine_pb2
@@ -77,7 +77,7 @@ def engine_register(
             return [await register(client, run_id, spec)]
 
     try:
-        for one in asyncio.run(run()):
+        for one in run_async(run()):
             route = engine_pb2.RouteState.Name(one.route).removeprefix("ROUTE_STATE_").lower()
             click.echo(f"{one.spec.replica_id}  {route}{'  ' + one.reason if one.reason else ''}")
     except (NoGpus, TurnoutError) as error:
