@@ -16,6 +16,10 @@ VERL := .venv-verl
 # The generator of the documentation's site.
 DOCS := .venv-docs
 BUF := node_modules/.bin/buf
+PROTOS := protos
+# The contract that users have, as buf's image: what a change must not break.
+RELEASED := protos/released
+VERSION = $(shell sed -n 's/^version = "\(.*\)"$$/\1/p' pyproject.toml)
 # pip-audit, which brings packages of its own that are not to be audited.
 AUDIT := .venv-audit
 # A real vLLM that runs without a GPU; its pins are made for Python 3.11.
@@ -39,7 +43,7 @@ CALLS ?= 10000
 KILLS ?= 50
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-vllm test test-all test-vllm test-stores test-ray test-verl test-clients test-packages test-deploy lint types format coverage protos protos-lint bench soak chaos fuzz audit docs clean
+.PHONY: help demo demo-vllm test test-all test-vllm test-stores test-ray test-verl test-clients test-packages test-deploy lint types format coverage protos protos-lint protos-release bench soak chaos fuzz audit docs clean
 
 help: ## list these targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -114,12 +118,15 @@ protos: ## generate docs/api.md and the stubs again, of Go and TypeScript where 
 	@if command -v protoc-gen-go-grpc >/dev/null; then $(PYTHON) -m tools.languages go; else echo "the stubs for Go are as before: make test-clients installs their generator"; fi
 	@if [ -d clients/typescript/node_modules ]; then $(PYTHON) -m tools.languages typescript; else echo "the stubs for TypeScript are as before: make test-clients installs their generator"; fi
 
-protos-lint: ## buf lint, and buf breaking against the last release
+protos-lint: ## buf lint, and buf breaking against the contract of the last release (protos/released)
 	@if ! command -v npm >/dev/null 2>&1; then echo "protos-lint skipped: it needs Node.js, which is not installed"; exit 0; fi; \
 	set -e; $(MAKE) --no-print-directory $(BUF); \
-	$(BUF) lint protos; \
-	tag=$$(git describe --tags --match 'v[0-9]*' --abbrev=0 2>/dev/null || true); \
-	if [ -n "$$tag" ]; then $(BUF) breaking protos --against ".git#tag=$$tag,subdir=protos"; else echo "buf breaking: no release yet to compare with"; fi
+	$(BUF) lint $(PROTOS); \
+	$(BUF) breaking $(PROTOS) --against $(RELEASED)/*.txtpb
+
+protos-release: $(BUF) ## write down the contract as that of the release whose number pyproject.toml has (docs/release.md)
+	rm -f $(RELEASED)/*.txtpb
+	$(BUF) build $(PROTOS) --exclude-source-info -o $(RELEASED)/$(VERSION).txtpb
 
 bench: $(VENV)/.run ## measure the services on this machine
 	$(BIN)/turnout bench
