@@ -18,6 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.runtime.addresses import Address, AddressError, parse_address
 from services.runtime.health import METRICS
+from services.runtime.loop_calls import call_on
 
 ASK_S: Final = 2.0
 """Wall seconds that a peer has to answer."""
@@ -65,7 +66,7 @@ class Discovery:
 
     def as_json(self, own: str) -> bytes:
         """The same for another thread. Raises TimeoutError, or RuntimeError once the loop is closed."""
-        targets = asyncio.run_coroutine_threadsafe(self.targets(own), self._loop).result(LIST_S)
+        targets = call_on(self._loop, lambda: self.targets(own), LIST_S)
         return json.dumps([target.to_dict() for target in targets]).encode()
 
 

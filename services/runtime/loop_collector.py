@@ -14,6 +14,8 @@ from typing import Final
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from services.runtime.loop_calls import call_on
+
 TIMEOUT_S: Final = 5.0
 """Wall seconds to wait for the event loop; a scrape that takes longer is better lost."""
 
@@ -43,7 +45,7 @@ class LoopCollector(Collector):
             return self.read()
 
         try:
-            yield from asyncio.run_coroutine_threadsafe(read(), self._loop).result(TIMEOUT_S)
+            yield from call_on(self._loop, read, TIMEOUT_S)
         except (TimeoutError, RuntimeError):
             # The loop is stuck or closed: no metrics are better than a scrape that hangs.
             return
