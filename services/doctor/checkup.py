@@ -17,6 +17,7 @@ import services
 from services.buffer.settings import BufferSettings
 from services.doctor.certificates import check_authorities, check_pair
 from services.doctor.finding import Finding, ok, problem, warning
+from services.doctor.journals import check_journal
 from services.doctor.machine import check_data_dir, check_files
 from services.doctor.packages import check_shadowing, check_versions, installed
 from services.doctor.replicas import check_replicas
@@ -113,6 +114,7 @@ def _files(question: Question) -> Iterator[Finding]:
         yield from check_authorities(path, now)
     for data_dir in data_dirs:
         yield from check_data_dir(data_dir)
+        yield from check_journal(data_dir)
 
 
 def _is_file(value: object) -> bool:

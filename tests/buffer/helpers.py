@@ -22,8 +22,8 @@ from services.buffer.service import BufferService, build
 from services.buffer.settings import BufferSettings
 from services.buffer.storage.externals import ExternalsImaging
 from services.buffer.storage.imaging import RunImaging
-from services.buffer.storage.keeper import SCHEMA
 from services.buffer.storage.loading import load
+from services.buffer.storage.schema import SCHEMA
 from services.runtime.clock import Clock
 from services.runtime.errors import TurnoutError
 from services.runtime.host import ServiceHost

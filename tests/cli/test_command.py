@@ -124,7 +124,9 @@ def test_version_prints_what_is_installed() -> None:
     """The first thing a report of a fault needs."""
     done = turnout("version", "--json")
     assert done.returncode == 0
-    assert {"turnout", "turnout-services", "grpcio", "protobuf", "python"} == set(json.loads(done.stdout))
+    told = json.loads(done.stdout)
+    assert {"turnout", "turnout-services", "grpcio", "protobuf", "python", "journals"} == set(told)
+    assert [journal.partition("/")[0] for journal in told["journals"]] == ["buffer", "engine", "scheduler"]
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from services.engine.book import STREAM
 from services.engine.domain.engine_state import EngineState
 from services.engine.domain.spec import ReplicaSpec
 from services.engine.reference.engine import EngineConfig, ReferenceEngine
-from services.engine.storage.keeper import SCHEMA
+from services.engine.storage.schema import SCHEMA
 from services.runtime.clock import MonotonicClock
 from services.runtime.errors import unavailable
 from services.runtime.journal import Journal, JournalState, open_journal

@@ -12,7 +12,8 @@ import pytest
 
 from services.engine.service import EngineService
 from services.engine.storage import keeper
-from services.engine.storage.keeper import SCHEMA, Keeper
+from services.engine.storage.keeper import Keeper
+from services.engine.storage.schema import SCHEMA
 from services.runtime.errors import TurnoutError, internal
 from services.runtime.host import StartError
 from services.runtime.journal import mending, open_journal

@@ -11,8 +11,8 @@ from pathlib import Path
 from services.buffer.domain.dropped import DroppedPrompt
 from services.buffer.domain.ledger import Ledger
 from services.buffer.domain.payloads import MemoryPayloadStore
-from services.buffer.storage.keeper import SCHEMA
 from services.buffer.storage.loading import load
+from services.buffer.storage.schema import SCHEMA
 from services.runtime.errors import not_found
 from services.runtime.journal import JournalOptions, open_journal
 from services.runtime.journal.failures import failure_of

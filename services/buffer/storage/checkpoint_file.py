@@ -18,10 +18,14 @@ from typing import BinaryIO, Final
 
 import google_crc32c
 
-from services.runtime.errors import TurnoutError, data_loss
+from services.runtime.errors import TurnoutError, data_loss, failed_precondition
 from turnout.buffer.storage.v1 import storage_pb2 as st
 
-_MAGIC: Final = b"TNCKPT02"
+_NAME: Final = b"TNCKPT"
+FORMAT: Final = 2
+"""Raised whenever a program of the former number could misread a file."""
+
+_MAGIC: Final = b"%s%02d" % (_NAME, FORMAT)
 _FRAME: Final = struct.Struct(">II")
 _TAIL: Final = struct.Struct(">QQI")
 _CRC: Final = struct.Struct(">I")
@@ -92,16 +96,24 @@ class CheckpointWriter:
 
 
 def read_end(path: Path) -> st.CheckpointEnd:
-    """What a checkpoint says of itself. Raises DATA_LOSS / CHECKPOINT_DAMAGED, OSError."""
+    """What a checkpoint says of itself.
+
+    Raises DATA_LOSS / CHECKPOINT_DAMAGED, FAILED_PRECONDITION / CHECKPOINT_FORMAT, OSError.
+    """
     with path.open("rb") as file:
+        _check_format(file)
         last, _, _ = _read_tail(file)
         file.seek(last)
         return _end_of(_read_frame(file)[0])
 
 
 def read_parts(path: Path) -> Iterator[st.Part]:
-    """Every part, the last one included, verified on the way. Raises DATA_LOSS / CHECKPOINT_DAMAGED, OSError."""
+    """Every part, the last one included, verified on the way.
+
+    Raises DATA_LOSS / CHECKPOINT_DAMAGED, FAILED_PRECONDITION / CHECKPOINT_FORMAT, OSError.
+    """
     with path.open("rb") as file:
+        _check_format(file)
         last, frames, expected = _read_tail(file)
         file.seek(0)
         if file.read(len(_MAGIC)) != _MAGIC:
@@ -117,6 +129,21 @@ def read_parts(path: Path) -> Iterator[st.Part]:
         if chain != expected or file.tell() != _tail_offset(file):
             raise damaged("its frames are not those that were written")
         _end_of(part)
+
+
+def _check_format(file: BinaryIO) -> None:
+    """Before all else: where the end of a file of another format is, is unknown."""
+    head = file.read(len(_MAGIC))
+    name, number = head[: len(_NAME)], head[len(_NAME) :]
+    if name == _NAME and number.isdigit() and int(number) != FORMAT:
+        age = "an older" if int(number) < FORMAT else "a newer"
+        message = (
+            f"the checkpoint has format {int(number)}, and this release reads {FORMAT}: {age} release wrote it; "
+            "docs/operations.md says how to go on"
+        )
+        raise failed_precondition(
+            "CHECKPOINT_FORMAT", message, field="checkpoint_id", found=int(number), supported=FORMAT
+        )
 
 
 def _tail_offset(file: BinaryIO) -> int:

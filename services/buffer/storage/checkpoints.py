@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from services.buffer.storage.checkpoint_file import PART_SUFFIX, CheckpointWriter, read_end, read_parts
-from services.runtime.errors import Code, TurnoutError, describe, internal, not_found, resource_exhausted
+from services.runtime.errors import TurnoutError, describe, internal, not_found, resource_exhausted
 from services.runtime.logs import get_logger
 from turnout.buffer.storage.v1 import storage_pb2 as st
 
@@ -55,7 +55,10 @@ class Checkpoints:
         return self._directory / _digest(run_id) / f"{_digest(checkpoint_id)}{_SUFFIX}"
 
     async def find(self, run_id: str, checkpoint_id: str) -> st.CheckpointEnd | None:
-        """What a checkpoint says of itself, None if there is none. Raises DATA_LOSS / CHECKPOINT_DAMAGED."""
+        """What a checkpoint says of itself, None if there is none.
+
+        Raises DATA_LOSS / CHECKPOINT_DAMAGED, FAILED_PRECONDITION / CHECKPOINT_FORMAT.
+        """
         try:
             return await _in_thread(partial(read_end, self._path(run_id, checkpoint_id)))
         except FileNotFoundError:
@@ -78,7 +81,7 @@ class Checkpoints:
                 try:
                     yield read_end(path)
                 except TurnoutError as error:
-                    _log.error("a checkpoint is damaged", file=path.name, error=str(error))
+                    _log.error("a checkpoint cannot be read", file=path.name, error=str(error))
 
         found = await _in_thread(lambda: list(read()))
         return sorted(found, key=lambda end: end.info.created_at.ToNanoseconds(), reverse=True)
@@ -201,6 +204,6 @@ def _missing(checkpoint_id: str) -> TurnoutError:
 
 
 def _named(error: TurnoutError, checkpoint_id: str) -> TurnoutError:
-    if error.code is not Code.DATA_LOSS:
+    if error.reason not in ("CHECKPOINT_DAMAGED", "CHECKPOINT_FORMAT"):
         return error
     return TurnoutError(error.code, error.reason, error.message, {**error.metadata, "value": checkpoint_id})

@@ -19,6 +19,7 @@ from services.buffer.storage.externals import ExternalsImaging
 from services.buffer.storage.imaging import RunImaging, answers_part
 from services.buffer.storage.loading import load
 from services.buffer.storage.pauses import Pauses
+from services.buffer.storage.schema import SCHEMA
 from services.runtime.collector import no_collections
 from services.runtime.errors import TurnoutError, describe, unavailable
 from services.runtime.idempotency import Answer
@@ -29,8 +30,6 @@ from services.runtime.journal.mending import RETRY_S, Mending
 from services.runtime.logs import get_logger
 from services.runtime.tasks import Tick
 from turnout.buffer.storage.v1 import storage_pb2 as st
-
-SCHEMA = "buffer/2"
 
 
 class Keeper:

@@ -16,14 +16,13 @@ from typing import Final
 
 from services.engine.book import Book
 from services.engine.storage.past import Past, read_past
+from services.engine.storage.schema import SCHEMA
 from services.runtime.errors import TurnoutError
 from services.runtime.journal import Durability, Journal, JournalOptions, open_journal
 from services.runtime.journal.mending import RETRY_S, Mending
 from services.runtime.logs import get_logger
 from services.runtime.tasks import Tick
 from turnout.engine.storage.v1 import storage_pb2 as st
-
-SCHEMA: Final = "engine/1"
 
 CHUNK_BYTES: Final = 1 << 20
 """About the size of one part of a snapshot; between two of them the event loop goes on."""

@@ -125,9 +125,32 @@ def damaged(file: str, detail: str, *, last_good: int, acknowledged: int | None 
 
 
 def unknown_format(what: str, found: object, supported: object) -> TurnoutError:
-    """The journal was written by another release, or for another service."""
-    message = f"the journal has {what} {found!r}; this program reads {supported!r}"
+    """The journal was written by another release, or for another service. Nothing of it was changed.
+
+    `found` and `supported` are numbers, or schemas such as "buffer/2": an owner and a number.
+    """
+    message = (
+        f"the journal has {what} {found!r}, and this release reads {supported!r}: {_whose(found, supported)}; nothing "
+        "was changed, and docs/operations.md says how to go on"
+    )
     return failed_precondition("JOURNAL_FORMAT", message, field=what, value=found, supported=supported)
+
+
+def refuse_other_format(what: str, head: bytes, magic: bytes) -> None:
+    """Refuse a file whose first bytes are `magic`, a name with two digits at its end, with other digits."""
+    number = head[-2:]
+    if head[:-2] == magic[:-2] and number.isdigit() and number != magic[-2:]:
+        raise unknown_format(what, int(number), int(magic[-2:]))
+
+
+def _whose(found: object, supported: object) -> str:
+    owner, _, number = str(found).rpartition("/")
+    own, _, read = str(supported).rpartition("/")
+    if owner != own:
+        return "it is another service's"
+    if not number.isdigit():
+        return "no release writes such a one"
+    return f"{'an older' if int(number) < int(read) else 'a newer'} release wrote it"
 
 
 def closed() -> TurnoutError:

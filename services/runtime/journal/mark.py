@@ -19,7 +19,7 @@ from typing import Final
 
 import google_crc32c
 
-from services.runtime.journal.failures import damaged
+from services.runtime.journal.failures import damaged, refuse_other_format
 from services.runtime.journal.options import Durability
 
 _FIELDS: Final = struct.Struct(">8sB16s16sQ")
@@ -39,7 +39,9 @@ class Acknowledged:
 
 
 def read_mark(path: Path) -> Acknowledged | None:
-    """Return what the mark says, None if there is none. Raises DATA_LOSS if it is damaged.
+    """Return what the mark says, None if there is none.
+
+    Raises DATA_LOSS if it is damaged, FAILED_PRECONDITION / JOURNAL_FORMAT if it has another format.
 
     An empty file is none: its creation was cut short, before there was a database.
     """
@@ -49,6 +51,8 @@ def read_mark(path: Path) -> Acknowledged | None:
         return None
     if not data:
         return None
+    # Before all else: what a mark of another format holds is unknown.
+    refuse_other_format("mark format", data[: len(_MAGIC)], _MAGIC)
     fields, crc = data[: _FIELDS.size], data[_FIELDS.size :]
     if len(crc) != _CRC.size or _CRC.unpack(crc)[0] != google_crc32c.value(fields):
         raise damaged(path.name, "the mark of what was acknowledged has a wrong checksum", last_good=0)

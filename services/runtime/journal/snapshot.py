@@ -21,8 +21,8 @@ from typing import BinaryIO, Final
 
 import google_crc32c
 
-from services.runtime.errors import invalid_argument
-from services.runtime.journal.failures import damaged
+from services.runtime.errors import TurnoutError, invalid_argument
+from services.runtime.journal.failures import damaged, refuse_other_format
 from services.runtime.journal.files import JournalFiles
 
 _HEAD: Final = struct.Struct(">8s16sQ")
@@ -101,7 +101,11 @@ class SnapshotReader:
     """
 
     def __init__(self, files: JournalFiles, journal_id: bytes, position: int, crc: int) -> None:
-        """Open the file. Raises DATA_LOSS if it is missing or not the snapshot that is meant."""
+        """Open the file.
+
+        Raises DATA_LOSS if it is missing or not the snapshot that is meant, FAILED_PRECONDITION / JOURNAL_FORMAT if it
+        has another format.
+        """
         self._path = files.snapshot(position)
         self._expected = crc
         try:
@@ -109,6 +113,11 @@ class SnapshotReader:
         except FileNotFoundError:
             raise self._damaged("the snapshot is missing") from None
         head = self._file.read(_HEAD.size)
+        try:
+            refuse_other_format("snapshot format", head[: len(_MAGIC)], _MAGIC)
+        except TurnoutError:
+            self._file.close()
+            raise
         if head != _HEAD.pack(_MAGIC, journal_id, position):
             self._file.close()
             raise self._damaged("the snapshot has a wrong head")

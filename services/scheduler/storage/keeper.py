@@ -26,9 +26,8 @@ from services.scheduler.registry import Registry
 from services.scheduler.storage.book import Book
 from services.scheduler.storage.loading import load
 from services.scheduler.storage.restoring import restored
+from services.scheduler.storage.schema import SCHEMA
 from turnout.scheduler.storage.v1 import storage_pb2 as st
-
-SCHEMA = "scheduler/1"
 
 
 class Keeper:

@@ -4262,7 +4262,9 @@ Global___VerifyCheckpointRequest: typing_extensions.TypeAlias = VerifyCheckpoint
 
 @typing.final
 class VerifyCheckpointResponse(google.protobuf.message.Message):
-    """VerifyCheckpointResponse tells that all is well; damage is DATA_LOSS / CHECKPOINT_DAMAGED."""
+    """VerifyCheckpointResponse tells that all is well; damage is DATA_LOSS / CHECKPOINT_DAMAGED, another release's format
+    FAILED_PRECONDITION / CHECKPOINT_FORMAT.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

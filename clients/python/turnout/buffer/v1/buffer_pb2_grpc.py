@@ -553,16 +553,18 @@ class ReplayBufferServicer(object):
         leases and first answers are gone; the ledger, credits and eviction counters are those of the checkpoint; epoch and
         configuration stay the run's own, and where they differ from the checkpoint's, the log says so. Parked calls end
         UNAVAILABLE / RUN_RESTORED. It takes effect at once or not at all. Errors: NOT_FOUND / CHECKPOINT_NOT_FOUND,
-        DATA_LOSS / CHECKPOINT_DAMAGED, RESOURCE_EXHAUSTED / DISK_FULL, FAILED_PRECONDITION / CHECKPOINT_INCOMPATIBLE naming
-        the fields, comma-separated: config.partitions (names, kinds, group sizes) or config.trainer_mode differ, or the
-        checkpoint holds more than config.caps.max_groups or config.caps.max_bytes allow.
+        DATA_LOSS / CHECKPOINT_DAMAGED, RESOURCE_EXHAUSTED / DISK_FULL, FAILED_PRECONDITION / CHECKPOINT_FORMAT where another
+        release wrote it, FAILED_PRECONDITION / CHECKPOINT_INCOMPATIBLE naming the fields, comma-separated: config.partitions
+        (names, kinds, group sizes) or config.trainer_mode differ, or the checkpoint holds more than config.caps.max_groups or
+        config.caps.max_bytes allow.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListCheckpoints(self, request, context):
-        """ListCheckpoints lists complete checkpoints, newest first. One whose end is damaged is not listed.
+        """ListCheckpoints lists complete checkpoints, newest first. One whose end is damaged, or that
+        another release wrote in another format, is not listed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

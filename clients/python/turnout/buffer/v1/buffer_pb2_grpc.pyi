@@ -1224,13 +1224,16 @@ class ReplayBufferStub(typing.Generic[_ReplayBufferCreateRunType, _ReplayBufferG
     leases and first answers are gone; the ledger, credits and eviction counters are those of the checkpoint; epoch and
     configuration stay the run's own, and where they differ from the checkpoint's, the log says so. Parked calls end
     UNAVAILABLE / RUN_RESTORED. It takes effect at once or not at all. Errors: NOT_FOUND / CHECKPOINT_NOT_FOUND,
-    DATA_LOSS / CHECKPOINT_DAMAGED, RESOURCE_EXHAUSTED / DISK_FULL, FAILED_PRECONDITION / CHECKPOINT_INCOMPATIBLE naming
-    the fields, comma-separated: config.partitions (names, kinds, group sizes) or config.trainer_mode differ, or the
-    checkpoint holds more than config.caps.max_groups or config.caps.max_bytes allow.
+    DATA_LOSS / CHECKPOINT_DAMAGED, RESOURCE_EXHAUSTED / DISK_FULL, FAILED_PRECONDITION / CHECKPOINT_FORMAT where another
+    release wrote it, FAILED_PRECONDITION / CHECKPOINT_INCOMPATIBLE naming the fields, comma-separated: config.partitions
+    (names, kinds, group sizes) or config.trainer_mode differ, or the checkpoint holds more than config.caps.max_groups or
+    config.caps.max_bytes allow.
     """
 
     ListCheckpoints: _ReplayBufferListCheckpointsType
-    """ListCheckpoints lists complete checkpoints, newest first. One whose end is damaged is not listed."""
+    """ListCheckpoints lists complete checkpoints, newest first. One whose end is damaged, or that
+    another release wrote in another format, is not listed.
+    """
 
     VerifyCheckpoint: _ReplayBufferVerifyCheckpointType
     """VerifyCheckpoint reads a checkpoint and checks every checksum, changing nothing."""
@@ -1782,9 +1785,10 @@ class ReplayBufferServicer(metaclass=abc.ABCMeta):
         leases and first answers are gone; the ledger, credits and eviction counters are those of the checkpoint; epoch and
         configuration stay the run's own, and where they differ from the checkpoint's, the log says so. Parked calls end
         UNAVAILABLE / RUN_RESTORED. It takes effect at once or not at all. Errors: NOT_FOUND / CHECKPOINT_NOT_FOUND,
-        DATA_LOSS / CHECKPOINT_DAMAGED, RESOURCE_EXHAUSTED / DISK_FULL, FAILED_PRECONDITION / CHECKPOINT_INCOMPATIBLE naming
-        the fields, comma-separated: config.partitions (names, kinds, group sizes) or config.trainer_mode differ, or the
-        checkpoint holds more than config.caps.max_groups or config.caps.max_bytes allow.
+        DATA_LOSS / CHECKPOINT_DAMAGED, RESOURCE_EXHAUSTED / DISK_FULL, FAILED_PRECONDITION / CHECKPOINT_FORMAT where another
+        release wrote it, FAILED_PRECONDITION / CHECKPOINT_INCOMPATIBLE naming the fields, comma-separated: config.partitions
+        (names, kinds, group sizes) or config.trainer_mode differ, or the checkpoint holds more than config.caps.max_groups or
+        config.caps.max_bytes allow.
         """
 
     @abc.abstractmethod
@@ -1793,7 +1797,9 @@ class ReplayBufferServicer(metaclass=abc.ABCMeta):
         request: turnout.buffer.v1.buffer_pb2.ListCheckpointsRequest,
         context: _ServicerContext,
     ) -> typing.Union[turnout.buffer.v1.buffer_pb2.ListCheckpointsResponse, collections.abc.Awaitable[turnout.buffer.v1.buffer_pb2.ListCheckpointsResponse]]:
-        """ListCheckpoints lists complete checkpoints, newest first. One whose end is damaged is not listed."""
+        """ListCheckpoints lists complete checkpoints, newest first. One whose end is damaged, or that
+        another release wrote in another format, is not listed.
+        """
 
     @abc.abstractmethod
     def VerifyCheckpoint(

@@ -9286,7 +9286,8 @@ func (x *VerifyCheckpointRequest) GetCheckpointId() string {
 	return ""
 }
 
-// VerifyCheckpointResponse tells that all is well; damage is DATA_LOSS / CHECKPOINT_DAMAGED.
+// VerifyCheckpointResponse tells that all is well; damage is DATA_LOSS / CHECKPOINT_DAMAGED, another release's format
+// FAILED_PRECONDITION / CHECKPOINT_FORMAT.
 type VerifyCheckpointResponse struct {
 	state         protoimpl.MessageState
 	sizeCache     protoimpl.SizeCache

@@ -144,11 +144,13 @@ type ReplayBufferClient interface {
 	// leases and first answers are gone; the ledger, credits and eviction counters are those of the checkpoint; epoch and
 	// configuration stay the run's own, and where they differ from the checkpoint's, the log says so. Parked calls end
 	// UNAVAILABLE / RUN_RESTORED. It takes effect at once or not at all. Errors: NOT_FOUND / CHECKPOINT_NOT_FOUND,
-	// DATA_LOSS / CHECKPOINT_DAMAGED, RESOURCE_EXHAUSTED / DISK_FULL, FAILED_PRECONDITION / CHECKPOINT_INCOMPATIBLE naming
-	// the fields, comma-separated: config.partitions (names, kinds, group sizes) or config.trainer_mode differ, or the
-	// checkpoint holds more than config.caps.max_groups or config.caps.max_bytes allow.
+	// DATA_LOSS / CHECKPOINT_DAMAGED, RESOURCE_EXHAUSTED / DISK_FULL, FAILED_PRECONDITION / CHECKPOINT_FORMAT where another
+	// release wrote it, FAILED_PRECONDITION / CHECKPOINT_INCOMPATIBLE naming the fields, comma-separated: config.partitions
+	// (names, kinds, group sizes) or config.trainer_mode differ, or the checkpoint holds more than config.caps.max_groups or
+	// config.caps.max_bytes allow.
 	Restore(ctx context.Context, in *RestoreRequest, opts ...grpc.CallOption) (*RestoreResponse, error)
-	// ListCheckpoints lists complete checkpoints, newest first. One whose end is damaged is not listed.
+	// ListCheckpoints lists complete checkpoints, newest first. One whose end is damaged, or that
+	// another release wrote in another format, is not listed.
 	ListCheckpoints(ctx context.Context, in *ListCheckpointsRequest, opts ...grpc.CallOption) (*ListCheckpointsResponse, error)
 	// VerifyCheckpoint reads a checkpoint and checks every checksum, changing nothing.
 	VerifyCheckpoint(ctx context.Context, in *VerifyCheckpointRequest, opts ...grpc.CallOption) (*VerifyCheckpointResponse, error)
@@ -841,11 +843,13 @@ type ReplayBufferServer interface {
 	// leases and first answers are gone; the ledger, credits and eviction counters are those of the checkpoint; epoch and
 	// configuration stay the run's own, and where they differ from the checkpoint's, the log says so. Parked calls end
 	// UNAVAILABLE / RUN_RESTORED. It takes effect at once or not at all. Errors: NOT_FOUND / CHECKPOINT_NOT_FOUND,
-	// DATA_LOSS / CHECKPOINT_DAMAGED, RESOURCE_EXHAUSTED / DISK_FULL, FAILED_PRECONDITION / CHECKPOINT_INCOMPATIBLE naming
-	// the fields, comma-separated: config.partitions (names, kinds, group sizes) or config.trainer_mode differ, or the
-	// checkpoint holds more than config.caps.max_groups or config.caps.max_bytes allow.
+	// DATA_LOSS / CHECKPOINT_DAMAGED, RESOURCE_EXHAUSTED / DISK_FULL, FAILED_PRECONDITION / CHECKPOINT_FORMAT where another
+	// release wrote it, FAILED_PRECONDITION / CHECKPOINT_INCOMPATIBLE naming the fields, comma-separated: config.partitions
+	// (names, kinds, group sizes) or config.trainer_mode differ, or the checkpoint holds more than config.caps.max_groups or
+	// config.caps.max_bytes allow.
 	Restore(context.Context, *RestoreRequest) (*RestoreResponse, error)
-	// ListCheckpoints lists complete checkpoints, newest first. One whose end is damaged is not listed.
+	// ListCheckpoints lists complete checkpoints, newest first. One whose end is damaged, or that
+	// another release wrote in another format, is not listed.
 	ListCheckpoints(context.Context, *ListCheckpointsRequest) (*ListCheckpointsResponse, error)
 	// VerifyCheckpoint reads a checkpoint and checks every checksum, changing nothing.
 	VerifyCheckpoint(context.Context, *VerifyCheckpointRequest) (*VerifyCheckpointResponse, error)

@@ -2270,7 +2270,10 @@ export interface VerifyCheckpointRequest {
   checkpointId: string;
 }
 
-/** VerifyCheckpointResponse tells that all is well; damage is DATA_LOSS / CHECKPOINT_DAMAGED. */
+/**
+ * VerifyCheckpointResponse tells that all is well; damage is DATA_LOSS / CHECKPOINT_DAMAGED, another release's format
+ * FAILED_PRECONDITION / CHECKPOINT_FORMAT.
+ */
 export interface VerifyCheckpointResponse {
   /** The checkpoint. */
   checkpoint: CheckpointInfo | undefined;
@@ -18097,9 +18100,10 @@ export const ReplayBufferService = {
    * leases and first answers are gone; the ledger, credits and eviction counters are those of the checkpoint; epoch and
    * configuration stay the run's own, and where they differ from the checkpoint's, the log says so. Parked calls end
    * UNAVAILABLE / RUN_RESTORED. It takes effect at once or not at all. Errors: NOT_FOUND / CHECKPOINT_NOT_FOUND,
-   * DATA_LOSS / CHECKPOINT_DAMAGED, RESOURCE_EXHAUSTED / DISK_FULL, FAILED_PRECONDITION / CHECKPOINT_INCOMPATIBLE naming
-   * the fields, comma-separated: config.partitions (names, kinds, group sizes) or config.trainer_mode differ, or the
-   * checkpoint holds more than config.caps.max_groups or config.caps.max_bytes allow.
+   * DATA_LOSS / CHECKPOINT_DAMAGED, RESOURCE_EXHAUSTED / DISK_FULL, FAILED_PRECONDITION / CHECKPOINT_FORMAT where another
+   * release wrote it, FAILED_PRECONDITION / CHECKPOINT_INCOMPATIBLE naming the fields, comma-separated: config.partitions
+   * (names, kinds, group sizes) or config.trainer_mode differ, or the checkpoint holds more than config.caps.max_groups or
+   * config.caps.max_bytes allow.
    */
   restore: {
     path: "/turnout.buffer.v1.ReplayBuffer/Restore" as const,
@@ -18110,7 +18114,10 @@ export const ReplayBufferService = {
     responseSerialize: (value: RestoreResponse): Buffer => Buffer.from(RestoreResponse.encode(value).finish()),
     responseDeserialize: (value: Buffer): RestoreResponse => RestoreResponse.decode(value),
   },
-  /** ListCheckpoints lists complete checkpoints, newest first. One whose end is damaged is not listed. */
+  /**
+   * ListCheckpoints lists complete checkpoints, newest first. One whose end is damaged, or that
+   * another release wrote in another format, is not listed.
+   */
   listCheckpoints: {
     path: "/turnout.buffer.v1.ReplayBuffer/ListCheckpoints" as const,
     requestStream: false as const,
@@ -18328,12 +18335,16 @@ export interface ReplayBufferServer extends UntypedServiceImplementation {
    * leases and first answers are gone; the ledger, credits and eviction counters are those of the checkpoint; epoch and
    * configuration stay the run's own, and where they differ from the checkpoint's, the log says so. Parked calls end
    * UNAVAILABLE / RUN_RESTORED. It takes effect at once or not at all. Errors: NOT_FOUND / CHECKPOINT_NOT_FOUND,
-   * DATA_LOSS / CHECKPOINT_DAMAGED, RESOURCE_EXHAUSTED / DISK_FULL, FAILED_PRECONDITION / CHECKPOINT_INCOMPATIBLE naming
-   * the fields, comma-separated: config.partitions (names, kinds, group sizes) or config.trainer_mode differ, or the
-   * checkpoint holds more than config.caps.max_groups or config.caps.max_bytes allow.
+   * DATA_LOSS / CHECKPOINT_DAMAGED, RESOURCE_EXHAUSTED / DISK_FULL, FAILED_PRECONDITION / CHECKPOINT_FORMAT where another
+   * release wrote it, FAILED_PRECONDITION / CHECKPOINT_INCOMPATIBLE naming the fields, comma-separated: config.partitions
+   * (names, kinds, group sizes) or config.trainer_mode differ, or the checkpoint holds more than config.caps.max_groups or
+   * config.caps.max_bytes allow.
    */
   restore: handleUnaryCall<RestoreRequest, RestoreResponse>;
-  /** ListCheckpoints lists complete checkpoints, newest first. One whose end is damaged is not listed. */
+  /**
+   * ListCheckpoints lists complete checkpoints, newest first. One whose end is damaged, or that
+   * another release wrote in another format, is not listed.
+   */
   listCheckpoints: handleUnaryCall<ListCheckpointsRequest, ListCheckpointsResponse>;
   /** VerifyCheckpoint reads a checkpoint and checks every checksum, changing nothing. */
   verifyCheckpoint: handleUnaryCall<VerifyCheckpointRequest, VerifyCheckpointResponse>;
@@ -18969,9 +18980,10 @@ export interface ReplayBufferClient extends Client {
    * leases and first answers are gone; the ledger, credits and eviction counters are those of the checkpoint; epoch and
    * configuration stay the run's own, and where they differ from the checkpoint's, the log says so. Parked calls end
    * UNAVAILABLE / RUN_RESTORED. It takes effect at once or not at all. Errors: NOT_FOUND / CHECKPOINT_NOT_FOUND,
-   * DATA_LOSS / CHECKPOINT_DAMAGED, RESOURCE_EXHAUSTED / DISK_FULL, FAILED_PRECONDITION / CHECKPOINT_INCOMPATIBLE naming
-   * the fields, comma-separated: config.partitions (names, kinds, group sizes) or config.trainer_mode differ, or the
-   * checkpoint holds more than config.caps.max_groups or config.caps.max_bytes allow.
+   * DATA_LOSS / CHECKPOINT_DAMAGED, RESOURCE_EXHAUSTED / DISK_FULL, FAILED_PRECONDITION / CHECKPOINT_FORMAT where another
+   * release wrote it, FAILED_PRECONDITION / CHECKPOINT_INCOMPATIBLE naming the fields, comma-separated: config.partitions
+   * (names, kinds, group sizes) or config.trainer_mode differ, or the checkpoint holds more than config.caps.max_groups or
+   * config.caps.max_bytes allow.
    */
   restore(
     request: RestoreRequest,
@@ -18988,7 +19000,10 @@ export interface ReplayBufferClient extends Client {
     options: Partial<CallOptions>,
     callback: (error: ServiceError | null, response: RestoreResponse) => void,
   ): ClientUnaryCall;
-  /** ListCheckpoints lists complete checkpoints, newest first. One whose end is damaged is not listed. */
+  /**
+   * ListCheckpoints lists complete checkpoints, newest first. One whose end is damaged, or that
+   * another release wrote in another format, is not listed.
+   */
   listCheckpoints(
     request: ListCheckpointsRequest,
     callback: (error: ServiceError | null, response: ListCheckpointsResponse) => void,

@@ -1,0 +1,8 @@
+"""Which records a switch scheduler writes and reads."""
+
+from __future__ import annotations
+
+from typing import Final
+
+SCHEMA: Final = "scheduler/1"
+"""Raised whenever a program of the former number could misread what is stored."""
