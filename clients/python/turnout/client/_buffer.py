@@ -22,7 +22,7 @@ from turnout.client._options import ClientOptions
 from turnout.client._payloads import INLINE_BYTES, Bytes, Download, join, put_frames, size_of
 from turnout.client._refills import PaysRefills, RefillFn, Refills
 from turnout.client._retry import Outage
-from turnout.client._waits import UNFINISHED, Arming, ProgressFn
+from turnout.client._waits import UNFINISHED, Arming, Meanwhile, ProgressFn
 
 _log = logging.getLogger("turnout")
 
@@ -99,10 +99,12 @@ class AsyncBufferClient(AsyncClient):
         refill_fn: RefillFn | None = None,
         refills: PaysRefills | None = None,
         on_progress: ProgressFn | None = None,
+        meanwhile: Meanwhile | None = None,
     ) -> Sampled:
         """Wait for request.batch groups and lease them. Only the outcome REACHED carries a lease and groups.
 
         One request id goes through all armings, so the batch is handed out once even if the answer was lost on the way.
+        `meanwhile`: what else there may be to do on this thread while it waits.
         """
         refills = refills or self._refills_of(request, refill_fn)
         request_id = request.request_id or new_request_id()
@@ -128,6 +130,7 @@ class AsyncBufferClient(AsyncClient):
             refills=refills,
             on_progress=on_progress,
             on_groups=lambda part: groups.extend(part.groups),
+            meanwhile=meanwhile,
         )
         if torn(done):
             raise stream_ended(f"the manifest arrived with {len(groups)} of {done.group_count} groups")

@@ -189,6 +189,10 @@ class Messages:
         """End the call."""
         self._stream.cancel()
 
+    def cut(self) -> None:
+        """End the call, from any thread; the iteration raises StreamCut."""
+        self._stream.cut()
+
 
 class StreamCall:
     """A call with many answers."""

@@ -16,7 +16,7 @@ from turnout.client._link import AsyncLink, BlockingLink, Link, run_blocking
 from turnout.client._options import ClientOptions
 from turnout.client._refills import PaysRefills
 from turnout.client._retry import Attempts
-from turnout.client._waits import Arm, ProgressFn, follow, hold
+from turnout.client._waits import Arm, Meanwhile, ProgressFn, follow, hold
 
 T = TypeVar("T")
 
@@ -76,6 +76,7 @@ class AsyncClient:
         refills: PaysRefills | None,
         on_progress: ProgressFn | None,
         on_groups: Callable[[Any], None] | None = None,
+        meanwhile: Meanwhile | None = None,
     ) -> Any:
         """Hold a wait until its final event; refills are paid at the step of the request, from inside the wait."""
 
@@ -94,6 +95,7 @@ class AsyncClient:
             max_wait=seconds(request.max_wait) if request.HasField("max_wait") else None,
             again=again,
             on_event=on_event,
+            meanwhile=meanwhile,
         )
 
     def _follow(self, call: Callable[..., Any], arm: Callable[[], Any]) -> AsyncGenerator[Any, None]:

@@ -63,6 +63,10 @@ class Stream(Protocol):
         """End the call, if it has not ended."""
         ...
 
+    def cut(self) -> None:
+        """End the call, from any thread: `next` raises StreamCut, unless it has ended before."""
+        ...
+
 
 class Link(Protocol):
     """What the calls need of the world."""
@@ -96,6 +100,10 @@ class Link(Protocol):
     async def close(self) -> None:
         """Close both channels; calls at work end CANCELLED."""
         ...
+
+
+class StreamCut(Exception):
+    """A stream was ended by `Stream.cut`."""
 
 
 class LinkClosed(RuntimeError):
@@ -276,6 +284,7 @@ class _BlockingStream:
     def __init__(self, call: Any, link: BlockingLink) -> None:
         self._call = call
         self._link = link
+        self._cut = False
 
     async def next(self) -> Any:
         try:
@@ -286,11 +295,17 @@ class _BlockingStream:
             raise StopAsyncIteration from None
         except grpc.RpcError as error:
             self._link.ended(self)
+            if self._cut and error.code() is grpc.StatusCode.CANCELLED:
+                raise StreamCut from error
             raise self._link.explain(error) from error
 
     def cancel(self) -> None:
         self._call.cancel()
         self._link.ended(self)
+
+    def cut(self) -> None:
+        self._cut = True
+        self._call.cancel()
 
 
 class AsyncLink:
@@ -398,15 +413,24 @@ class _AsyncStream:
         self._call = call
         self._messages = aiter(call)
         self._link = link
+        self._loop = asyncio.get_running_loop()
+        self._cut = False
 
     async def next(self) -> Any:
         try:
             return await anext(self._messages)
-        except asyncio.CancelledError:
+        except asyncio.CancelledError as error:
             self._link.explain_cancellation()
+            task = asyncio.current_task()
+            if self._cut and not (task and task.cancelling()):
+                raise StreamCut from error
             raise
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error, hint=proxy_hint(self._link.target, os.environ)) from error
 
     def cancel(self) -> None:
         self._call.cancel()
+
+    def cut(self) -> None:
+        self._cut = True
+        self._loop.call_soon_threadsafe(self._call.cancel)

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from turnout.buffer.v1 import buffer_pb2
 from turnout.client._calls import CallPolicy, Messages
 from turnout.client._errors import TurnoutError, is_retryable, stream_ended
+from turnout.client._link import StreamCut
 from turnout.client._retry import Outage
 
 _LONGEST_ARMING_S: Final = 3600.0
@@ -44,6 +45,21 @@ Arm = Callable[[Arming], Any]
 """Makes the request of an arming."""
 
 
+class Meanwhile(Protocol):
+    """What else a caller may have to do while it waits: it is done between two armings, on the waiting thread."""
+
+    async def attend(self) -> float | None:
+        """Do what is due, before each arming. Returns the seconds after which it wants to be asked again at the latest.
+
+        None: not before it cuts the wait. What it raises ends the wait.
+        """
+        ...
+
+    def listen(self, cut: Callable[[], None] | None) -> None:
+        """`cut` ends the arming that has begun, from any thread, so that `attend` is awaited; None: it has ended."""
+        ...
+
+
 async def hold(
     policy: CallPolicy,
     call: Callable[..., Messages],
@@ -52,6 +68,7 @@ async def hold(
     max_wait: float | None,
     again: Callable[[Any], bool],
     on_event: Callable[[str, Any], Awaitable[None]],
+    meanwhile: Meanwhile | None = None,
 ) -> Any:
     """Wait until the final event, and return it. `max_wait` in seconds; None: as long as it takes.
 
@@ -63,15 +80,28 @@ async def hold(
     outage = Outage(policy.options.retry, policy.rng, now=link.now(), limit=times.outage)
     number = 0
     while True:
+        asks_after = None if meanwhile is None else await meanwhile.attend()
         left = _LONGEST_ARMING_S if end is None else max(0.0, end - link.now())
+        if asks_after is not None:
+            left = min(left, asks_after)
         outage.began(link.now())
         try:
             messages = call(arm(Arming(left, number)), timeout=left + times.grace)
-            done = await _final(messages, on_event, lambda: outage.heard(link.now()))
+            if meanwhile is not None:
+                meanwhile.listen(messages.cut)
+            try:
+                done = await _final(messages, on_event, lambda: outage.heard(link.now()))
+            finally:
+                if meanwhile is not None:
+                    meanwhile.listen(None)
             if not again(done) or (end is not None and end - link.now() <= _ENDED_S):
                 return done
             number += 1
+            if asks_after is not None:
+                continue
             pause = outage.pause(link.now())
+        except StreamCut:
+            continue
         except TurnoutError as error:
             pause = outage.pause(link.now(), error.retry_after) if is_retryable(error) else None
             if pause is None or (end is not None and link.now() + pause >= end):

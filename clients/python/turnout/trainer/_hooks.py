@@ -32,6 +32,7 @@ from turnout.client import (
     AsyncBufferClient,
     AsyncEngineClient,
     AsyncSchedulerClient,
+    EngineClient,
     PaysRefills,
     duration,
 )
@@ -42,6 +43,7 @@ from turnout.tracing import StepSpan
 from turnout.trainer._batch import AsyncBatch
 from turnout.trainer._heartbeat import Heartbeat
 from turnout.trainer._lending import Lending
+from turnout.trainer._restoring import Restoring, RestoringWait
 from turnout.trainer._setup import TrainerSetup
 from turnout.trainer._weights import UpdateWeights, WeightTarget, WeightUpdates
 
@@ -106,6 +108,15 @@ class AsyncTrainerHooks:
         )
         self._lending = Lending(setup, scheduler, self._weights, epoch=self.epoch, time_scale=self.time_scale)
         self._lending.mode = opened.run.mode
+        self._restoring = Restoring(
+            engine,
+            self._weights,
+            EngineClient(setup.engine, setup.options),
+            run_id=setup.run_id,
+            allow_older=self._allow_older,
+        )
+        self._update_weights: UpdateWeights | None = setup.update_weights
+        """The callback that moved weights last."""
         self._stores = stores
         self._owners = [StoreOwner(setup.buffer, setup.run_id, store, setup.options) for store in stores]
         for owner in self._owners:
@@ -173,6 +184,7 @@ class AsyncTrainerHooks:
         finally:
             self._span.end()
             self._heartbeat.stop()
+            self._restoring.close()
             for owner in self._owners:
                 await self.buffer.link.blocking(owner.stop)
             self._stores.close()
@@ -292,6 +304,9 @@ class AsyncTrainerHooks:
         """Wait for `batch` groups and lease them. Raises NotReached if supply ends, or max_wait (wall seconds) passes.
 
         Calling it again for the same mini-batch, after an error or a crash of the service, gives the same groups.
+        Standalone replicas that came back without weights get them from inside the wait, by the `update_weights` that
+        moved some last (see WeightTarget.restoring); what it raises comes out of here. How many that were is in the
+        batch's metrics: turnout/weights/restored.
         """
         self._check()
         key = (step, mini_batch)
@@ -305,7 +320,13 @@ class AsyncTrainerHooks:
             cursor=self.cursor,
             request_id=f"sample/{self.epoch}/{step}/{mini_batch}/{self._releases.get(key, 0)}",
         )
-        sampled = await self.buffer.sample(request, refills=self._refills, on_progress=self.setup.on_progress)
+        restored = self._restoring.restored
+        sampled = await self.buffer.sample(
+            request,
+            refills=self._refills,
+            on_progress=self.setup.on_progress,
+            meanwhile=self._restoring_wait(mini_batch),
+        )
         if sampled.done.outcome != buffer_pb2.WAIT_OUTCOME_REACHED:
             raise NotReached(sampled.done)
         self.cursor = sampled.done.next_cursor
@@ -313,9 +334,12 @@ class AsyncTrainerHooks:
         def released() -> None:
             self._releases[key] = self._releases.get(key, 0) + 1
 
-        return AsyncBatch(
+        taken = AsyncBatch(
             self.buffer, sampled, self._stores, run_id=self.setup.run_id, epoch=self.epoch, on_release=released
         )
+        if self._restoring.restored > restored:
+            taken.metrics["turnout/weights/restored"] = float(self._restoring.restored - restored)
+        return taken
 
     async def on_sample_end(
         self, step: int, mini_batch: int, *, tokens: int | None = None, wait_seconds: float | None = None
@@ -409,7 +433,16 @@ class AsyncTrainerHooks:
         callback = update_weights or self.setup.update_weights
         if callback is None:
             raise ValueError("weights have to move: give update_weights to this hook or to TrainerSetup")
+        self._update_weights = callback
         return callback
+
+    def _restoring_wait(self, mini_batch: int) -> RestoringWait | None:
+        version, update = self._lending.served, self._update_weights
+        if version is None or update is None:
+            return None
+        # Until the first mini-batch is trained on, the trainer's weights are the published ones.
+        has_them = mini_batch == 0 or self.setup.config.can_reinstall
+        return self._restoring.during(update, version, unless_served=not has_them)
 
 
 def _add(metrics: dict[str, float], more: Mapping[str, float]) -> None:

@@ -8,27 +8,14 @@ update is told to the scheduler once, in domain seconds.
 from __future__ import annotations
 
 import logging
-from typing import Final
 
-from turnout.client import (
-    Aborted,
-    AsyncSchedulerClient,
-    DataLoss,
-    DeadlineExceeded,
-    PartialFailure,
-    TurnoutError,
-    Unavailable,
-    duration,
-)
+from turnout.client import AsyncSchedulerClient, TurnoutError, duration
 from turnout.engine.v1 import engine_pb2
 from turnout.scheduler.v1 import events_pb2, scheduler_pb2
 from turnout.trainer._setup import TrainerSetup
-from turnout.trainer._weights import Installed, UpdateWeights, WeightUpdates
+from turnout.trainer._weights import COSTS_ONLY_SPEED, Installed, UpdateWeights, WeightUpdates
 
 _log = logging.getLogger("turnout")
-
-_COSTS_ONLY_SPEED: Final = (Aborted, DataLoss, DeadlineExceeded, PartialFailure, Unavailable)
-"""Engines that do not answer, answer late or break. Anything else is a fault of the trainer's own and is raised."""
 
 
 class Lending:
@@ -52,6 +39,8 @@ class Lending:
         """Who has the hybrid GPUs, as the scheduler said last."""
         self.untold: Installed | None = None
         """The last standalone update, until the scheduler was told."""
+        self.served: int | None = None
+        """Version that was brought to standalone replicas last."""
 
     async def update_standalone(
         self, update: UpdateWeights, version: int, *, allow_older: bool = False
@@ -62,7 +51,7 @@ class Lending:
         installed = await self._weights.install(
             update, role=engine_pb2.REPLICA_ROLE_STANDALONE, version=version, allow_older=allow_older
         )
-        self.untold = installed
+        self.untold, self.served = installed, version
         return {"timing_s/update_weights": installed.seconds / self._time_scale, **_cost_metrics(installed)}
 
     async def fulfil(self, lend: scheduler_pb2.Lend, update: UpdateWeights) -> dict[str, float]:
@@ -78,7 +67,7 @@ class Lending:
             response = await self._complete(lend, update)
         except BaseException as error:
             abandoned = await self._abandon(lend, error)
-            if not (abandoned and isinstance(error, _COSTS_ONLY_SPEED)):
+            if not (abandoned and isinstance(error, COSTS_ONLY_SPEED)):
                 raise
             _log.warning("lend %s was abandoned: %s", lend.lend_id, error)
             return {**metrics, "turnout/lend_abandoned": 1.0}

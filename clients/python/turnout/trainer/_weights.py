@@ -11,12 +11,24 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
-from turnout.client import AsyncEngineClient, PartialFailure, TurnoutError
+from turnout.client import (
+    Aborted,
+    AsyncEngineClient,
+    DataLoss,
+    DeadlineExceeded,
+    PartialFailure,
+    TurnoutError,
+    Unavailable,
+)
 from turnout.client._payloads import Bytes
 from turnout.engine.v1 import engine_pb2
 
 _log = logging.getLogger("turnout")
+
+COSTS_ONLY_SPEED: Final = (Aborted, DataLoss, DeadlineExceeded, PartialFailure, Unavailable)
+"""Engines that do not answer, answer late or break. Anything else is a fault of the trainer's own."""
 
 _OK = (engine_pb2.OUTCOME_KIND_DONE, engine_pb2.OUTCOME_KIND_SKIPPED)
 
@@ -37,6 +49,10 @@ class WeightTarget:
     """The transaction, for ExchangeRendezvous and UpdateWeights."""
     wave_index: int = 0
     """Number of the wave."""
+    restoring: bool = False
+    """Whether they lost the weights while the trainer waits for groups: the version is the one that the others serve.
+    After the first mini-batch of a step a trainer without `can_reinstall` is asked only while nothing serves; it then
+    moves the weights that it has, under that version."""
 
     @property
     def replica_ids(self) -> list[str]:
@@ -116,6 +132,7 @@ class WeightUpdates:
         replica_ids: Sequence[str] = (),
         version: int,
         allow_older: bool = False,
+        restoring: bool = False,
     ) -> Installed:
         """Bring `version` to replicas. Raises what the callback raises, after the transaction was aborted."""
         began = self._engine.link.now()
@@ -131,11 +148,11 @@ class WeightUpdates:
             allow_older=allow_older,
         )
         reached = _Reached()
-        later = await self._transaction(request, update_weights, reached)
+        later = await self._transaction(request, update_weights, reached, restoring=restoring)
         if later:
             request.selector.replica_ids[:] = later
             request.staggered = False
-            await self._transaction(request, update_weights, reached)
+            await self._transaction(request, update_weights, reached, restoring=restoring)
         if reached.failed:
             _log.warning("version %d did not reach replicas %s", version, ", ".join(sorted(reached.failed)))
         return Installed(
@@ -147,6 +164,8 @@ class WeightUpdates:
         request: engine_pb2.BeginWeightUpdateRequest,
         update_weights: UpdateWeights,
         reached: _Reached,
+        *,
+        restoring: bool,
     ) -> list[str]:
         """Run one transaction, and add to `reached`; the replicas of later waves if a failure ended it early."""
         opened = await self._engine.calls.BeginWeightUpdate(request)
@@ -156,7 +175,9 @@ class WeightUpdates:
         commit = engine_pb2.CommitWeightUpdateResponse()
         try:
             while wave:
-                target = WeightTarget(role, request.kind, tuple(wave), request.weight_version, opened.update_id, index)
+                target = WeightTarget(
+                    role, request.kind, tuple(wave), request.weight_version, opened.update_id, index, restoring
+                )
                 answer = await self._engine.link.invoke(update_weights, target)
                 commit = await self._commit(target, answer or Moved(), needed=not (reached.some or later))
                 reached.failed.update(_failed(commit.operation))
