@@ -2,18 +2,21 @@
 
 Invariants: every replica is probed every `interval` wall seconds, and at once when somebody suspects it or its engine
 shows a sign of death; probing one never waits for another. So an idle engine that dies is known within a second, one
-that hangs within `interval` + the probe's time limit.
+that hangs within `interval` + the probe's time limit. An engine that somebody started on GPUs of the trainer is
+freed when a probe shows it, and again until it is.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
 from services.engine.domain.spec import Health
 from services.engine.fleet import Fleet
 from services.engine.slot import Slot
 from services.engine.wire.replicas import health_name
+from services.runtime.errors import TurnoutError
 from services.runtime.host import HostContext
 from services.runtime.logs import get_logger
 
@@ -27,10 +30,13 @@ _LOG = get_logger("engine")
 
 
 class Prober:
-    """One background task per replica."""
+    """One background task per replica. `free` frees a stray engine."""
 
-    def __init__(self, fleet: Fleet, context: HostContext, interval: float) -> None:
+    def __init__(
+        self, fleet: Fleet, context: HostContext, interval: float, free: Callable[[Slot], Awaitable[None]]
+    ) -> None:
         self._fleet = fleet
+        self._free = free
         self._context = context
         self._interval = interval
         self.suspended = False
@@ -42,7 +48,11 @@ class Prober:
 
     async def _loop(self, slot: Slot) -> None:
         doubted = False
+        freeing: asyncio.Task[None] | None = None
         while self._fleet.holds(slot):
+            if slot.replica.stray and (freeing is None or freeing.done()):
+                # Beside the probes, which have to go on if it hangs in this.
+                freeing = self._context.tasks.spawn(f"free {slot.replica_id}", self._free_stray(slot))
             signed = await self._due(slot, doubted)
             slot.probe_wanted.clear()
             if self._fleet.holds(slot):
@@ -54,6 +64,13 @@ class Prober:
                 self.report()
                 doubted = signed and slot.replica.health is Health.HEALTHY
                 await asyncio.sleep(SHORTEST_PAUSE_S)
+
+    async def _free_stray(self, slot: Slot) -> None:
+        _LOG.warning("an engine was started on GPUs of the trainer: freeing it", replica_id=slot.replica_id)
+        try:
+            await self._free(slot)
+        except TurnoutError as error:
+            _LOG.warning("stray engine not freed yet", replica_id=slot.replica_id, reason=error.message)
 
     async def _due(self, slot: Slot, doubted: bool) -> bool:
         """Wait until a probe is due; returns whether that is for a sign of death."""

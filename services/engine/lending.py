@@ -68,6 +68,9 @@ class Lending:
     async def join(self, slot: Slot, timeout: float) -> None:
         """A hybrid replica has registered: it takes part in the lend that is open, if one is."""
         lend_id = self._lends.join(slot.replica_id)
+        if not lend_id and any(True for _ in self._lends.all):
+            slot.replica.arrived_late()
+            slot.changed()
         if lend_id:
             self._book.lend(lend_id)
             await self._hold(lend_id, [slot.replica_id], timeout)
@@ -142,6 +145,9 @@ class Lending:
         async def action(slot: Slot, deadline: Deadline) -> Result:
             await self._routed()
             async with slot.exclusive(deadline) as replica:
+                if replica.confirmed_free:
+                    # As it was told last; its engine may have been started anew since.
+                    await slot.refresh(deadline.left)
                 result = await carry_out(slot, replica.plan_free(), deadline)
                 if not replica.confirmed_free:
                     raise aborted(
@@ -156,6 +162,13 @@ class Lending:
         finally:
             self._lends.reclaimed(ids)
         return operation, interrupted
+
+    async def free_stray(self, slot: Slot, timeout: float) -> None:
+        """Free an engine that somebody started on GPUs of the trainer. Raises what it fails with."""
+        deadline = Deadline(timeout)
+        async with slot.exclusive(deadline) as replica:
+            if replica.stray:
+                await carry_out(slot, replica.plan_free(), deadline)
 
     async def give_up(self, timeout: float) -> None:
         """Abort the lend of an earlier trainer, if one is open."""

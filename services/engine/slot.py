@@ -260,6 +260,18 @@ class Slot:
         if quiet and not self._lock.locked() and self.replica.state is version and not self.overdue:
             self._took_over(state)
 
+    async def confirm_free(self) -> None:
+        """Probe the engine again that was confirmed free: somebody else may have started it anew since. What cannot be
+        probed is in doubt."""
+        deadline = Deadline(self._probe_timeout)
+        try:
+            async with self.exclusive(deadline):
+                await self.refresh(deadline.left)
+        except TurnoutError:
+            self.replica.doubt()
+            self.probe_wanted.set()
+            self.changed()
+
     def note_failure(self, error: TurnoutError) -> None:
         """A probe failed: the engine hangs, or is gone.
 

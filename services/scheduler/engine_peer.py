@@ -91,9 +91,12 @@ class EnginePeer:
         self._transition_timeout_s = transition_timeout_s
         self._replica_timeout = None if engine_timeout_s is None else duration_of(engine_timeout_s)
 
-    async def replicas(self) -> Replicas:
-        """The hybrid replicas as they are now. A controller that no run was bound to yet has none."""
-        request = engine_pb2.ListReplicasRequest(run_id=self._run_id)
+    async def replicas(self, *, probed: bool = False) -> Replicas:
+        """The hybrid replicas as their controller knows them. One that no run was bound to yet has none.
+
+        `probed`: the engines of those that were free are asked now, and not what they told last.
+        """
+        request = engine_pb2.ListReplicasRequest(run_id=self._run_id, probe=probed)
         try:
             answer = await self._call(self._stub.ListReplicas(request, timeout=self._timeout_s))
         except TurnoutError as error:

@@ -49,9 +49,9 @@ async def _try(hosted: HostedRun, attempt: Callable[[], Awaitable[T]]) -> T:
     return await attempt()
 
 
-async def look(hosted: HostedRun) -> Replicas:
-    """Read the hybrids, and take note of what the controller confirms."""
-    replicas = await hosted.engine.replicas()
+async def look(hosted: HostedRun, *, probed: bool = False) -> Replicas:
+    """Read the hybrids, and take note of what the controller confirms; `probed`: their engines are asked now."""
+    replicas = await hosted.engine.replicas(probed=probed)
     if replicas.bound:
         hosted.run.modes.saw(replicas.incarnation, replicas.free)
     else:
@@ -105,7 +105,7 @@ async def _order_back(hosted: HostedRun) -> None:
         run.unfinished_lend = ""
     else:
         await engine.reclaim(run.epoch)
-    if not all((await look(hosted)).free.values()):
+    if not all((await look(hosted, probed=True)).free.values()):
         await engine.reclaim(run.epoch)
         await look(hosted)
     unconfirmed = run.modes.unconfirmed
@@ -118,20 +118,16 @@ async def _order_back(hosted: HostedRun) -> None:
 
 
 async def ensure_trainer(hosted: HostedRun) -> float | None:
-    """Let the trainer have its GPUs, confirmed under the controller's present incarnation.
+    """Let the trainer have its GPUs, confirmed by their engines now: one may have been started anew by a supervisor.
 
-    The seconds of a reclaim, None if none was needed.
+    The seconds of a reclaim, None if none was needed. Raises as `take_back`; UNAVAILABLE / ENGINE_UNREACHABLE where
+    nobody can tell.
     """
     run = hosted.run
     if not run.can_lend:
         return None
     if not run.modes.lent:
-        try:
-            await look(hosted)
-        except TurnoutError:
-            # Who cannot be reached cannot have been restarted under our eyes either: the last confirmation holds.
-            if run.mode is not Mode.TRAINER:
-                raise
+        await _try(hosted, lambda: look(hosted, probed=True))
         if run.mode is Mode.TRAINER:
             return None
     served = run.served

@@ -14,6 +14,7 @@ from tests.engine.helpers import (
     kinds,
     lend,
     only,
+    reclaim,
     refused,
     register,
     replicas,
@@ -305,3 +306,43 @@ async def test_a_hybrid_replica_that_comes_during_a_lend_takes_part() -> None:
         finish = pb.FinishLendRequest(run_id=RUN, lend_id="l", weight_version=0)
         assert kinds((await engine.stub.FinishLend(finish)).operation) == {"h0": "DONE", "h1": "DONE"}
         assert ("h1", "reset(encoder,multimodal,prefix)") in recorders.journal
+
+
+async def test_a_hybrid_replica_that_comes_between_two_lends_is_put_to_sleep() -> None:
+    """A node that came back under another address: its engine is awake, and the trainer has its GPUs."""
+    async with recorded("h0:hybrid") as (engine, recorders):
+        await register(engine, "h1")
+        await lend(engine, "l", 0)
+        await reclaim(engine)
+        await engine.stub.Deregister(pb.DeregisterRequest(run_id=RUN, replica_id="h1"))
+        recorders.forget()
+        await register(engine, "h1")
+        await until(lambda: engine.controller.fleet.get("h1").replica.confirmed_free)
+        assert "sleep(2)" in recorders["h1"].calls
+
+
+async def test_an_agent_puts_nothing_to_sleep_by_itself() -> None:
+    """Whether a new engine may be awake, the controller of the run knows: it may be about to send weights."""
+    async with recorded("h0:hybrid", agent=True) as (engine, recorders):
+        slot = engine.controller.fleet.get("h0")
+        slot.replica.arrived_late()
+        assert slot.replica.stray
+        recorders.forget()
+        await engine.controller.free_stray(slot)
+        assert not recorders["h0"].calls
+
+
+async def test_a_list_may_ask_the_engines_first() -> None:
+    """One that was free at the last probe may be another process by now; a list that asks no engine cannot know."""
+    async with recorded("h0:hybrid", "h1:hybrid", probe_interval=3600.0, probe_timeout=0.3) as (engine, recorders):
+        await lend(engine, "l", 0)
+        await reclaim(engine)
+        await recorders["h0"].engine.wake_up(["weights"], 1.0)
+        assert (await replicas(engine))["h0"].confirmed_free
+        recorders["h1"].faults["probe"] = [asyncio.Event()]
+        recorders.forget()
+        asked = await engine.stub.ListReplicas(pb.ListReplicasRequest(run_id=RUN, probe=True))
+        assert not any(replica.confirmed_free for replica in asked.replicas)
+        del recorders["h1"].faults["probe"]
+        assert kinds((await reclaim(engine)).operation) == {"h0": "DONE", "h1": "SKIPPED"}
+        assert recorders.journal == [("h0", "sleep(2)"), ("h0", "reset(encoder)")]

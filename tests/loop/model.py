@@ -229,7 +229,8 @@ class Model:
             job.stage = "between"
         elif job.stage == "between" and saves and len(job.saves) < 3:
             saved = await self._call(job, "Save", pb.SaveRequest(step=step, **who))
-            job.saves[saved.checkpoint_id] = (step, list(job.added), list(job.committed))
+            # A repeat gets the first answer: the checkpoint is that of the first.
+            job.saves.setdefault(saved.checkpoint_id, (step, list(job.added), list(job.committed)))
         elif job.stage == "between" and validates and step > job.validated:
             trained = self.trains(job)
             self._gives_away(job)
@@ -425,12 +426,13 @@ class Model:
                     await self.resume(job, False)
                 goal = job.step + 2
                 while job.step < goal or not self.trains(job):
-                    await self._supply(job)
+                    await self.supply(job)
                     await self.train(job, 1)
         found = await self.two_owners()
         assert not found, found
 
-    async def _supply(self, job: Job) -> None:
+    async def supply(self, job: Job) -> None:
+        """More groups than a step needs."""
         try:
             await self.add(job, BATCH)
             await self.claim(job, BATCH)

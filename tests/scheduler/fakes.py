@@ -254,6 +254,8 @@ class FakeEngine(engine_pb2_grpc.EngineControllerServicer):
         """Replicas that never get free."""
         self.deaf: set[str] = set()
         """Replicas that never serve."""
+        self.started_anew: set[str] = set()
+        """Replicas whose engine a supervisor started anew, awake, which a probe shows."""
         self.progress: list[engine_pb2.ProgressReport] = []
         self.present = engine_pb2.ProgressReport(covered_share=1.0)
         """What GetProgress answers."""
@@ -301,6 +303,10 @@ class FakeEngine(engine_pb2_grpc.EngineControllerServicer):
         await self.script.enter("ListReplicas")
         if request.run_id != self.run_id:
             raise not_found("RUN_NOT_FOUND", "not this run")
+        if request.probe:
+            for replica_id in self.started_anew:
+                self.replicas[replica_id].confirmed_free = False
+            self.started_anew.clear()
         return engine_pb2.ListReplicasResponse(
             replicas=list(self.replicas.values()), incarnation=self.incarnation, epoch=self.epoch
         )

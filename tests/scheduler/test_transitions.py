@@ -241,13 +241,26 @@ async def test_a_restarted_controller_whose_replicas_are_free_moves_nothing() ->
         assert w.moves() == []
 
 
-async def test_a_controller_that_is_down_while_the_trainer_has_its_gpus_stops_nothing() -> None:
-    """Nobody can take GPUs from the trainer while the controller is away."""
+async def test_a_step_does_not_begin_while_the_controller_is_down() -> None:
+    """A supervisor may start an engine on the trainer's GPUs meanwhile, and only the controller would see it."""
+    async with world(transition_attempts=1) as w:
+        trainer = await w.trainer(run_config(on=False))
+        await trainer.step(1)
+        w.engine.script.failures["ListReplicas"] = [unavailable("DRAINING", "stopping")]
+        assert (await error_of(trainer.begin(2))).code is Code.UNAVAILABLE
+        assert (await trainer.begin(2)).mode == TRAINER
+
+
+async def test_a_step_begins_with_what_engines_say_now() -> None:
+    """What they told before a supervisor started them anew let the trainer allocate into their memory."""
     async with world() as w:
         trainer = await w.trainer(run_config(on=False))
         await trainer.step(1)
-        await w.engine_host.stop(0)
+        moved = len(w.engine.moves)
+        w.engine.started_anew.add("hybrid-0")
         assert (await trainer.begin(2)).mode == TRAINER
+        assert [call for call, _ in w.engine.moves[moved:]] == ["Reclaim"]
+        assert w.engine.all_free
 
 
 async def test_costs_are_measured_on_the_clock_of_the_job() -> None:

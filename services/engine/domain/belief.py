@@ -90,6 +90,7 @@ class Belief:
         self._released_kv = False
         self._may_discard = False
         self._may_wake = False
+        self._started_anew = False
         self.observe(state)
 
     # ------------------------------------------------------------------------------------------------ what is kept
@@ -115,6 +116,7 @@ class Belief:
             engine_incarnation=self.state.incarnation,
             declared_tags=self.state.declared_tags,
             may_wake=self._may_wake,
+            started_anew=self._started_anew,
         )
 
     @classmethod
@@ -143,6 +145,7 @@ class Belief:
         replica._before_update = kept.before_update
         replica._released_kv = kept.released_kv
         replica._may_wake = kept.may_wake
+        replica._started_anew = kept.started_anew
         replica.health = Health.UNRESPONSIVE
         replica.uncertain = True
         return replica
@@ -226,6 +229,15 @@ class Belief:
             return self.state.paused and self.state.running == 0
         return self.fully_asleep
 
+    @property
+    def stray(self) -> bool:
+        """Whether its engine was started by somebody else, and takes memory of GPUs that are the trainer's."""
+        if not self._started_anew or self.spec.role is not Role.HYBRID:
+            return False
+        if self.intent is not Intent.OUT or self.lend_id or self.update_id:
+            return False
+        return self.health is Health.HEALTHY and not self.uncertain and not self.confirmed_free
+
     # ------------------------------------------------------------------------------------------- what engines tell
 
     def observe(self, state: EngineState) -> None:
@@ -236,6 +248,7 @@ class Belief:
         if replaced:
             self._lose_weights()
             self._may_wake = False
+            self._started_anew = True
             # The new engine knows nothing of an update, nor of the bytes that the former one got.
             self.close_update()
         dropped = WEIGHTS not in state.resident_tags and (state.sleep_level == 2 or self._may_discard)
@@ -253,6 +266,8 @@ class Belief:
 
     def answered(self, state: EngineState) -> None:
         """The engine answers again."""
+        if self.health is Health.DEAD:
+            self._started_anew = True
         self.health = Health.HEALTHY
         self.observe(state)
 
@@ -265,6 +280,10 @@ class Belief:
         """The engine's process is gone, and its weights with it."""
         self.health = Health.DEAD
         self._lose_weights()
+
+    def arrived_late(self) -> None:
+        """It was registered when the run's hybrids were lent before: nobody waits for its memory to be awake."""
+        self._started_anew = True
 
     def _lose_weights(self) -> None:
         self.must_load = True
@@ -288,6 +307,9 @@ class Belief:
                 self._may_discard = True
             case WakeUp() | ResumeKv():
                 self._may_wake = True
+                self._started_anew = False
+            case Resume():
+                self._started_anew = False
             case _:
                 pass
 
@@ -296,6 +318,7 @@ class Belief:
         match call:
             case Sleep(level=level):
                 self._may_wake = False
+                self._started_anew = False
                 if level == 2:
                     self._discard()
                 if not self.update_id:

@@ -32,6 +32,7 @@ class LendPlans(MemoryPlans):
         if not self.lend_id:
             self._refuse_if(bool(self.update_id), "UPDATE_OPEN")
             self.lend_id = lend_id
+            self._started_anew = False
         if self.intent is Intent.OUT:
             self.intent = Intent.HOLD
         if keeps_memory(self.spec) is not None or WEIGHTS in self.state.resident_tags:

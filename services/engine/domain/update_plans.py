@@ -72,6 +72,7 @@ class UpdatePlans(MemoryPlans):
                 self.unvacated = frozenset(self.spec.gpus)
         self.update_id = update_id
         self.update_kind = kind
+        self._started_anew = False
         if not again:
             self._before_update = self.weights
         return Plan(calls)

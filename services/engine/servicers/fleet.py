@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 
 import grpc.aio
@@ -63,6 +64,9 @@ class FleetCalls(Calls):
         self, request: pb.ListReplicasRequest, context: Context[pb.ListReplicasRequest, pb.ListReplicasResponse]
     ) -> pb.ListReplicasResponse:
         controller = self._read(request.run_id)
+        slots = self._select(request.selector)
+        if request.probe:
+            await asyncio.gather(*(slot.confirm_free() for slot in slots if slot.replica.confirmed_free))
         await controller.book.durable()
         return pb.ListReplicasResponse(
             replicas=[self._write(slot) for slot in self._select(request.selector)],

@@ -355,6 +355,51 @@ def test_a_dead_engine_is_not_merely_unresponsive() -> None:
     assert (replica.health, replica.route) == (Health.HEALTHY, Route.OUT)
 
 
+def started_anew(flags: Flags = Flags()) -> Replica:  # noqa: B008
+    """A hybrid whose engine was another process at the last probe, and awake."""
+    replica = made(flags=flags, state=replace(ASLEEP, incarnation="a"))
+    assert not replica.stray
+    replica.observe(replace(AWAKE, incarnation="b"))
+    return replica
+
+
+def test_an_engine_that_somebody_started_on_the_trainers_gpus_is_a_stray() -> None:
+    """It would keep its memory until the next step began."""
+    replica = started_anew()
+    assert replica.stray
+    replica.observe(replace(ASLEEP, incarnation="b"))
+    assert not replica.stray
+    kept = Replica.restored(started_anew().kept)
+    kept.answered(replace(AWAKE, incarnation="b"))
+    assert kept.stray
+    died = made(state=ASLEEP)
+    died.mark_dead()
+    died.answered(AWAKE)
+    assert died.stray
+    assert started_anew(Flags(free_cache_engine=False)).stray
+
+
+@pytest.mark.parametrize("call", [WakeUp(TAGS), ResumeKv(), Resume()])
+def test_an_engine_that_was_commanded_since_is_no_stray(call: Any) -> None:
+    """An operator who wakes it must not be fought."""
+    replica = started_anew()
+    replica.attempted(call)
+    assert not replica.stray
+
+
+def test_only_a_hybrid_that_is_with_its_trainer_can_be_a_stray() -> None:
+    """What is lent, or takes weights, is awake for a reason; a fresh replica waits for its first lend."""
+    assert not made().stray
+    standalone = made(Role.STANDALONE, replace(AWAKE, incarnation="a"))
+    standalone.observe(replace(AWAKE, incarnation="b"))
+    assert not standalone.stray
+    lent, updated = started_anew(), started_anew()
+    lent.begin_lend("l")
+    updated.open_update("u", UpdateKind.ASLEEP, keep=False)
+    assert not lent.stray
+    assert not updated.stray
+
+
 @pytest.mark.parametrize(
     ("call", "before", "after"),
     [

@@ -1027,8 +1027,13 @@ class ListReplicasRequest(google.protobuf.message.Message):
 
     RUN_ID_FIELD_NUMBER: builtins.int
     SELECTOR_FIELD_NUMBER: builtins.int
+    PROBE_FIELD_NUMBER: builtins.int
     run_id: builtins.str
     """The run."""
+    probe: builtins.bool
+    """Whether to probe those first that were confirmed free before (default: tell what the last probe told): whoever starts
+    an engine anew asks nobody. One that does not answer in time, or is busy, is not confirmed free.
+    """
     @property
     def selector(self) -> Global___ReplicaSelector:
         """Which ones."""
@@ -1038,9 +1043,10 @@ class ListReplicasRequest(google.protobuf.message.Message):
         *,
         run_id: builtins.str = ...,
         selector: Global___ReplicaSelector | None = ...,
+        probe: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["selector", b"selector"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["run_id", b"run_id", "selector", b"selector"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["probe", b"probe", "run_id", b"run_id", "selector", b"selector"]) -> None: ...
 
 Global___ListReplicasRequest: typing_extensions.TypeAlias = ListReplicasRequest
 

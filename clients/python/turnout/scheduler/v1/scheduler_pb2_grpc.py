@@ -174,7 +174,9 @@ class SwitchSchedulerServicer(object):
 
     def BeginStep(self, request, context):
         """BeginStep opens a step: resets its waits and, if GPUs are lent, reclaims them when switching is off or the step's
-        threshold is met. Answers when a reclaim is confirmed.
+        threshold is met. Answers when a reclaim is confirmed. If they are not lent, their engines are asked again first, and
+        reclaimed where one was started anew meanwhile. Errors: ABORTED / RECLAIM_FAILED or ABORT_LEND_FAILED; UNAVAILABLE /
+        ENGINE_UNREACHABLE while nobody can tell.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

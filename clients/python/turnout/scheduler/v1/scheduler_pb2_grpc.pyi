@@ -513,7 +513,9 @@ class SwitchSchedulerStub(typing.Generic[_SwitchSchedulerOpenRunType, _SwitchSch
 
     BeginStep: _SwitchSchedulerBeginStepType
     """BeginStep opens a step: resets its waits and, if GPUs are lent, reclaims them when switching is off or the step's
-    threshold is met. Answers when a reclaim is confirmed.
+    threshold is met. Answers when a reclaim is confirmed. If they are not lent, their engines are asked again first, and
+    reclaimed where one was started anew meanwhile. Errors: ABORTED / RECLAIM_FAILED or ABORT_LEND_FAILED; UNAVAILABLE /
+    ENGINE_UNREACHABLE while nobody can tell.
     """
 
     PrepareStep: _SwitchSchedulerPrepareStepType
@@ -701,7 +703,9 @@ class SwitchSchedulerServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[turnout.scheduler.v1.scheduler_pb2.BeginStepResponse, collections.abc.Awaitable[turnout.scheduler.v1.scheduler_pb2.BeginStepResponse]]:
         """BeginStep opens a step: resets its waits and, if GPUs are lent, reclaims them when switching is off or the step's
-        threshold is met. Answers when a reclaim is confirmed.
+        threshold is met. Answers when a reclaim is confirmed. If they are not lent, their engines are asked again first, and
+        reclaimed where one was started anew meanwhile. Errors: ABORTED / RECLAIM_FAILED or ABORT_LEND_FAILED; UNAVAILABLE /
+        ENGINE_UNREACHABLE while nobody can tell.
         """
 
     @abc.abstractmethod

@@ -39,7 +39,9 @@ type SwitchSchedulerClient interface {
 	// UpdateRun changes switch configuration and policy from the next step on. Unset fields keep their value.
 	UpdateRun(ctx context.Context, in *UpdateRunRequest, opts ...grpc.CallOption) (*UpdateRunResponse, error)
 	// BeginStep opens a step: resets its waits and, if GPUs are lent, reclaims them when switching is off or the step's
-	// threshold is met. Answers when a reclaim is confirmed.
+	// threshold is met. Answers when a reclaim is confirmed. If they are not lent, their engines are asked again first, and
+	// reclaimed where one was started anew meanwhile. Errors: ABORTED / RECLAIM_FAILED or ABORT_LEND_FAILED; UNAVAILABLE /
+	// ENGINE_UNREACHABLE while nobody can tell.
 	BeginStep(ctx context.Context, in *BeginStepRequest, opts ...grpc.CallOption) (*BeginStepResponse, error)
 	// PrepareStep is called after the step's prompts were added. If GPUs are still lent it waits until the policy reclaims,
 	// with the events of a buffer wait, REFILL_DUE included. If supply cannot reach the threshold it reclaims and says so.
@@ -333,7 +335,9 @@ type SwitchSchedulerServer interface {
 	// UpdateRun changes switch configuration and policy from the next step on. Unset fields keep their value.
 	UpdateRun(context.Context, *UpdateRunRequest) (*UpdateRunResponse, error)
 	// BeginStep opens a step: resets its waits and, if GPUs are lent, reclaims them when switching is off or the step's
-	// threshold is met. Answers when a reclaim is confirmed.
+	// threshold is met. Answers when a reclaim is confirmed. If they are not lent, their engines are asked again first, and
+	// reclaimed where one was started anew meanwhile. Errors: ABORTED / RECLAIM_FAILED or ABORT_LEND_FAILED; UNAVAILABLE /
+	// ENGINE_UNREACHABLE while nobody can tell.
 	BeginStep(context.Context, *BeginStepRequest) (*BeginStepResponse, error)
 	// PrepareStep is called after the step's prompts were added. If GPUs are still lent it waits until the policy reclaims,
 	// with the events of a buffer wait, REFILL_DUE included. If supply cannot reach the threshold it reclaims and says so.

@@ -957,7 +957,14 @@ export interface ListReplicasRequest {
   /** The run. */
   runId: string;
   /** Which ones. */
-  selector: ReplicaSelector | undefined;
+  selector:
+    | ReplicaSelector
+    | undefined;
+  /**
+   * Whether to probe those first that were confirmed free before (default: tell what the last probe told): whoever starts
+   * an engine anew asks nobody. One that does not answer in time, or is busy, is not confirmed free.
+   */
+  probe: boolean;
 }
 
 /** ListReplicasResponse holds replicas. */
@@ -4346,7 +4353,7 @@ export const DeregisterResponse: MessageFns<DeregisterResponse> = {
 };
 
 function createBaseListReplicasRequest(): ListReplicasRequest {
-  return { runId: "", selector: undefined };
+  return { runId: "", selector: undefined, probe: false };
 }
 
 export const ListReplicasRequest: MessageFns<ListReplicasRequest> = {
@@ -4356,6 +4363,9 @@ export const ListReplicasRequest: MessageFns<ListReplicasRequest> = {
     }
     if (message.selector !== undefined) {
       ReplicaSelector.encode(message.selector, writer.uint32(18).fork()).join();
+    }
+    if (message.probe !== false) {
+      writer.uint32(24).bool(message.probe);
     }
     return writer;
   },
@@ -4389,6 +4399,14 @@ export const ListReplicasRequest: MessageFns<ListReplicasRequest> = {
             message.selector = ReplicaSelector.decode(reader, reader.uint32());
             continue;
           }
+          case 3: {
+            if (tag !== 24) {
+              break;
+            }
+
+            message.probe = reader.bool();
+            continue;
+          }
         }
         if ((tag & 7) === 4 || tag === 0) {
           break;
@@ -4409,6 +4427,7 @@ export const ListReplicasRequest: MessageFns<ListReplicasRequest> = {
         ? globalThis.String(object.run_id)
         : "",
       selector: isSet(object.selector) ? ReplicaSelector.fromJSON(object.selector) : undefined,
+      probe: isSet(object.probe) ? globalThis.Boolean(object.probe) : false,
     };
   },
 
@@ -4419,6 +4438,9 @@ export const ListReplicasRequest: MessageFns<ListReplicasRequest> = {
     }
     if (message.selector !== undefined) {
       obj.selector = ReplicaSelector.toJSON(message.selector);
+    }
+    if (message.probe !== false) {
+      obj.probe = message.probe;
     }
     return obj;
   },
@@ -4432,6 +4454,7 @@ export const ListReplicasRequest: MessageFns<ListReplicasRequest> = {
     message.selector = (object.selector !== undefined && object.selector !== null)
       ? ReplicaSelector.fromPartial(object.selector)
       : undefined;
+    message.probe = object.probe ?? false;
     return message;
   },
 };

@@ -7287,7 +7287,9 @@ export const SwitchSchedulerService = {
   },
   /**
    * BeginStep opens a step: resets its waits and, if GPUs are lent, reclaims them when switching is off or the step's
-   * threshold is met. Answers when a reclaim is confirmed.
+   * threshold is met. Answers when a reclaim is confirmed. If they are not lent, their engines are asked again first, and
+   * reclaimed where one was started anew meanwhile. Errors: ABORTED / RECLAIM_FAILED or ABORT_LEND_FAILED; UNAVAILABLE /
+   * ENGINE_UNREACHABLE while nobody can tell.
    */
   beginStep: {
     path: "/turnout.scheduler.v1.SwitchScheduler/BeginStep" as const,
@@ -7466,7 +7468,9 @@ export interface SwitchSchedulerServer extends UntypedServiceImplementation {
   updateRun: handleUnaryCall<UpdateRunRequest, UpdateRunResponse>;
   /**
    * BeginStep opens a step: resets its waits and, if GPUs are lent, reclaims them when switching is off or the step's
-   * threshold is met. Answers when a reclaim is confirmed.
+   * threshold is met. Answers when a reclaim is confirmed. If they are not lent, their engines are asked again first, and
+   * reclaimed where one was started anew meanwhile. Errors: ABORTED / RECLAIM_FAILED or ABORT_LEND_FAILED; UNAVAILABLE /
+   * ENGINE_UNREACHABLE while nobody can tell.
    */
   beginStep: handleUnaryCall<BeginStepRequest, BeginStepResponse>;
   /**
@@ -7615,7 +7619,9 @@ export interface SwitchSchedulerClient extends Client {
   ): ClientUnaryCall;
   /**
    * BeginStep opens a step: resets its waits and, if GPUs are lent, reclaims them when switching is off or the step's
-   * threshold is met. Answers when a reclaim is confirmed.
+   * threshold is met. Answers when a reclaim is confirmed. If they are not lent, their engines are asked again first, and
+   * reclaimed where one was started anew meanwhile. Errors: ABORTED / RECLAIM_FAILED or ABORT_LEND_FAILED; UNAVAILABLE /
+   * ENGINE_UNREACHABLE while nobody can tell.
    */
   beginStep(
     request: BeginStepRequest,
