@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from turnout.buffer.v1 import buffer_pb2
 from turnout.client import (
     Aborted,
     ClientOptions,
+    FailedPrecondition,
     NotFound,
     PartialFailure,
     RetryPolicy,
@@ -108,6 +110,15 @@ def begin_update(request: engine_pb2.BeginWeightUpdateRequest, context: Any) -> 
     hybrid = list(request.selector.roles) == [engine_pb2.REPLICA_ROLE_HYBRID]
     wave = [layout(name) for name in (list(request.selector.replica_ids) or ["h0"] if hybrid else ["s0", "s1"])]
     return engine_pb2.BeginWeightUpdateResponse(update_id=f"u-{'h' if hybrid else 's'}", wave=wave)
+
+
+def standalone_answer(
+    world: World, health: engine_pb2.ReplicaHealth.ValueType = engine_pb2.REPLICA_HEALTH_HEALTHY
+) -> None:
+    """The controller lists one standalone replica with this health."""
+    spec = engine_pb2.ReplicaSpec(replica_id="s0", role=engine_pb2.REPLICA_ROLE_STANDALONE)
+    listed = engine_pb2.ListReplicasResponse(replicas=[engine_pb2.Replica(spec=spec, health=health)])
+    world.engine.script["ListReplicas"] = lambda request, context: listed
 
 
 def lending(world: World, call: str) -> None:
@@ -309,14 +320,50 @@ def test_a_callback_that_raises_aborts_the_update_and_abandons_the_lend(world: W
 
 
 def test_standalone_replicas_that_fail_during_a_lend_abandon_it_and_raise(world: World) -> None:
-    """Without standalone replicas there is no generation to go on with; the trainer has to hear of it."""
+    """Engines that live and refuse the weights again and again have a fault that the trainer has to hear of."""
     lending(world, "EndStep")
+    standalone_answer(world)
     world.engine.script["BeginWeightUpdate"] = failing(grpc.StatusCode.ABORTED, "PARTIAL", operation_id="op-1")
     hooks = TrainerHooks.open(world.setup())
     with pytest.raises(PartialFailure):
         hooks.on_step_end(1)
     hooks.close()
-    assert world.names()[-2:] == ["BeginWeightUpdate", "AbandonLend"]
+    assert world.names()[-3:] == ["BeginWeightUpdate", "ListReplicas", "AbandonLend"]
+    assert len(world.requests("BeginWeightUpdate")) == 5
+
+
+def test_a_lend_does_not_wait_for_standalone_replicas_that_are_away(world: World) -> None:
+    """The last one died under the update: the trainer had to be started again, with hybrids ready to generate."""
+    lending(world, "EndStep")
+    refuse = failing(grpc.StatusCode.UNAVAILABLE, "PARTIAL", operation_id="op-1")
+    world.engine.script["BeginWeightUpdate"] = in_turn(refuse, begin_update)
+    standalone_answer(world, engine_pb2.REPLICA_HEALTH_DEAD)
+    with TrainerHooks.open(world.setup()) as hooks:
+        metrics = hooks.on_step_end(1)
+        assert hooks.mode == events_pb2.MODE_ROLLOUT
+    assert metrics["turnout/weights/standalone_away"] == 1.0
+    roles = [list(request.selector.roles) for request in world.requests("BeginWeightUpdate")]
+    assert roles == [[engine_pb2.REPLICA_ROLE_STANDALONE], [engine_pb2.REPLICA_ROLE_HYBRID]]
+
+
+def test_an_update_waits_for_a_standalone_replica_that_died_under_it(world: World) -> None:
+    """PARTIAL came out of the hook, and the trainer had to be started again although the replica was back at once."""
+    refuse = failing(grpc.StatusCode.UNAVAILABLE, "PARTIAL", operation_id="op-1")
+    world.engine.script["BeginWeightUpdate"] = in_turn(*[refuse] * 7, begin_update)
+    standalone_answer(world, engine_pb2.REPLICA_HEALTH_DEAD)
+    with TrainerHooks.open(world.setup()) as hooks:
+        hooks.on_step_end(1)
+    assert len(world.requests("BeginWeightUpdate")) == 8
+
+
+def test_an_update_does_not_wait_for_ever(world: World) -> None:
+    """Whoever runs the trainer has to hear in the end that its standalone replicas never came back."""
+    world.engine.script["BeginWeightUpdate"] = failing(grpc.StatusCode.FAILED_PRECONDITION, "NO_REPLICA")
+    options = dataclasses.replace(OPTIONS, timeouts=Timeouts(outage=0.2))
+    with TrainerHooks.open(world.setup(options=options)) as hooks:
+        with pytest.raises(FailedPrecondition) as caught:
+            hooks.on_step_end(1)
+    assert caught.value.reason == "NO_REPLICA"
 
 
 def test_a_callback_that_raises_without_a_lend_aborts_the_update(world: World) -> None:
@@ -436,7 +483,8 @@ def test_replicas_that_bytes_did_not_reach_are_not_acknowledged(world: World) ->
 def test_a_partial_commit_is_enough_if_one_replica_took_it(
     world: World, taken: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One dead standalone replica must not end the training; if none took the weights, nothing will come."""
+    """One dead standalone replica must not end the training; if all answer and none takes them, nothing will come."""
+    standalone_answer(world)
     world.engine.script["CommitWeightUpdate"] = failing(grpc.StatusCode.UNAVAILABLE, "PARTIAL", operation_id="op-1")
     kind = engine_pb2.OUTCOME_KIND_DONE if taken else engine_pb2.OUTCOME_KIND_FAILED
     world.engine.script["GetOperation"] = lambda request, context: engine_pb2.GetOperationResponse(

@@ -40,18 +40,26 @@ class Lending:
         self.untold: Installed | None = None
         """The last standalone update, until the scheduler was told."""
         self.served: int | None = None
-        """Version that was brought to standalone replicas last."""
+        """Version that standalone replicas are to have."""
 
     async def update_standalone(
-        self, update: UpdateWeights, version: int, *, allow_older: bool = False
+        self, update: UpdateWeights, version: int, *, allow_older: bool, lending: bool = False
     ) -> dict[str, float]:
-        """Bring `version` to the standalone replicas, if there are any."""
+        """Bring `version` to the standalone replicas, if there are any.
+
+        While none answers it waits for one, at most as long as for a service that is away. `lending`: it does not
+        wait, since hybrids are about to serve, and they get the version when the trainer waits for groups.
+        """
         if self._setup.config.standalone_gpus == 0:
             return {}
-        installed = await self._weights.install(
-            update, role=engine_pb2.REPLICA_ROLE_STANDALONE, version=version, allow_older=allow_older
+        patience = None if lending else self._setup.options.timeouts.outage
+        installed = await self._weights.install_standalone(
+            update, version=version, allow_older=allow_older, patience=patience
         )
-        self.untold, self.served = installed, version
+        self.served = version
+        if installed is None:
+            return {"turnout/weights/standalone_away": 1.0}
+        self.untold = installed
         return {"timing_s/update_weights": installed.seconds / self._time_scale, **_cost_metrics(installed)}
 
     async def fulfil(self, lend: scheduler_pb2.Lend, update: UpdateWeights) -> dict[str, float]:
@@ -59,7 +67,9 @@ class Lending:
         metrics: dict[str, float] = {}
         try:
             if lend.update_standalone:
-                metrics |= await self.update_standalone(update, lend.weight_version, allow_older=lend.allow_older)
+                metrics |= await self.update_standalone(
+                    update, lend.weight_version, allow_older=lend.allow_older, lending=True
+                )
         except BaseException as error:
             await self._abandon(lend, error)
             raise

@@ -9,6 +9,7 @@ update.
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -18,11 +19,13 @@ from turnout.client import (
     AsyncEngineClient,
     DataLoss,
     DeadlineExceeded,
+    FailedPrecondition,
     PartialFailure,
     TurnoutError,
     Unavailable,
 )
 from turnout.client._payloads import Bytes
+from turnout.client._retry import Backoff
 from turnout.engine.v1 import engine_pb2
 
 _log = logging.getLogger("turnout")
@@ -30,6 +33,10 @@ _log = logging.getLogger("turnout")
 COSTS_ONLY_SPEED: Final = (Aborted, DataLoss, DeadlineExceeded, PartialFailure, Unavailable)
 """Engines that do not answer, answer late or break. Anything else is a fault of the trainer's own."""
 
+_TRIES: Final = 5
+"""Updates that no replica takes although one answers: it may have died under the first, and be back."""
+
+_STANDALONE: Final = engine_pb2.REPLICA_ROLE_STANDALONE
 _OK = (engine_pb2.OUTCOME_KIND_DONE, engine_pb2.OUTCOME_KIND_SKIPPED)
 
 
@@ -123,6 +130,42 @@ class WeightUpdates:
         self._staggered = staggered
         self._in_flight = in_flight
         self._unreached: dict[str, set[str]] = {}
+
+    async def install_standalone(
+        self, update_weights: UpdateWeights, *, version: int, allow_older: bool, patience: float | None
+    ) -> Installed | None:
+        """Bring `version` to the standalone replicas, as soon as one of them takes it.
+
+        While none answers it waits for one, `patience` wall seconds at most, and raises the last error then; None:
+        returns None. Raises the error as well if replicas answer and none of them takes it, again and again.
+        """
+        link, ends, tries = self._engine.link, None, 0
+        backoff = Backoff(self._engine.options.retry, random.Random())
+        while True:
+            try:
+                return await self.install(update_weights, role=_STANDALONE, version=version, allow_older=allow_older)
+            except (*COSTS_ONLY_SPEED, FailedPrecondition) as error:
+                if isinstance(error, FailedPrecondition) and error.reason != "NO_REPLICA":
+                    raise
+                if await self._any_answers():
+                    tries += 1
+                    if tries == _TRIES:
+                        raise
+                elif patience is None:
+                    _log.warning("no standalone replica answers that could take version %d: %s", version, error)
+                    return None
+                elif ends is None:
+                    _log.warning("version %d waits for a standalone replica: %s", version, error)
+                    ends = link.now() + patience
+                elif link.now() >= ends:
+                    raise
+            await link.sleep(backoff.next())
+
+    async def _any_answers(self) -> bool:
+        request = engine_pb2.ListReplicasRequest(run_id=self._run_id)
+        replicas = (await self._engine.calls.ListReplicas(request)).replicas
+        healthy = engine_pb2.REPLICA_HEALTH_HEALTHY
+        return any(one.spec.role == _STANDALONE and one.health == healthy for one in replicas)
 
     async def install(
         self,
