@@ -130,6 +130,10 @@ class HostedRun:
     joins: Joins = field(default_factory=Joins)
     stop_waits: Callable[[Exception], None] = lambda _: None
     """Ends the waits of the present epoch with an error."""
+    wake_waits: Callable[[], None] = lambda: None
+    """Has the waits of the present epoch look again at `dark_since`."""
+    dark_since: float | None = None
+    """When the last replica that served ceased to, domain seconds; None while one serves or nobody knows."""
     stop_following: Callable[[], Awaitable[None]] = _nothing
     """Ends the streams that are followed for the present epoch."""
     read_progress: Callable[[Point], Awaitable[None]] = _reads_nothing

@@ -8,12 +8,15 @@ of it, under the id that it keeps, so that the next process goes on with it.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Final, TypeVar
 
+from services.runtime.draining import draining_error
 from services.runtime.errors import Code, TurnoutError, aborted, failed_precondition
+from services.runtime.logs import get_logger
 from services.scheduler.convert import placement_to_proto
 from services.scheduler.domain.events import LendKind, Mode, Transition, TransitionFailed
 from services.scheduler.domain.lends import Lend
@@ -23,9 +26,14 @@ from services.scheduler.policies.types import Placement
 
 T = TypeVar("T")
 
-_AGAIN = (Code.UNAVAILABLE, Code.ABORTED)
+_log = get_logger("scheduler")
+
+_AGAIN: Final = (Code.UNAVAILABLE, Code.ABORTED)
 """Failures that pass by themselves. A missed deadline is left to the caller's next try: one call waits for a hung
-replica once."""
+replica once, unless it is patient."""
+
+_PATIENT_PAUSE_S: Final = 1.0
+"""Wall seconds between the tries of a patient call, after the first few: an agent is back within seconds or minutes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,17 +44,33 @@ class Served:
     failed: tuple[str, ...]
 
 
-async def _try(hosted: HostedRun, attempt: Callable[[], Awaitable[T]]) -> T:
-    """The result of `attempt`, tried again while that may help."""
-    settings = hosted.tools.settings
-    for tried in range(1, settings.transition_attempts):
+async def persist(hosted: HostedRun, attempt: Callable[[], Awaitable[T]], patience_s: float = 0.0) -> T:
+    """The result of `attempt`, tried again while that may help.
+
+    After the first few tries it goes on for `patience_s` wall seconds in all, until the service stops or another
+    trainer takes the run over; the run says meanwhile why it is stuck.
+    """
+    tools = hosted.tools
+    settings, clock = tools.settings, tools.clock
+    ends, tried = clock.now() + patience_s / clock.scale, 0
+    again = (*_AGAIN, Code.DEADLINE_EXCEEDED) if patience_s else _AGAIN
+    while True:
         try:
             return await attempt()
         except TurnoutError as error:
-            if error.code not in _AGAIN:
+            tried += 1
+            patient = clock.now() < ends and hosted.fenced is None and not tools.draining.is_set
+            hung = error.code is Code.DEADLINE_EXCEEDED
+            if error.code not in again or not (patient or (tried < settings.transition_attempts and not hung)):
                 raise
-        await hosted.tools.clock.sleep(settings.transition_backoff_s * 2 ** (tried - 1))
-    return await attempt()
+            if tried == settings.transition_attempts:
+                _log.warning("waiting for engines", run_id=hosted.run.run_id, reason=error.message)
+            if tried >= settings.transition_attempts:
+                hosted.run.modes.failed(error.message)
+        if tried < settings.transition_attempts:
+            await clock.sleep(settings.transition_backoff_s * 2 ** (tried - 1))
+        else:
+            await tools.draining.race(asyncio.sleep(_PATIENT_PAUSE_S))
 
 
 async def look(hosted: HostedRun, *, probed: bool = False) -> Replicas:
@@ -72,10 +96,11 @@ def _failed(hosted: HostedRun, transition: Transition, error: TurnoutError) -> T
     )
 
 
-async def take_back(hosted: HostedRun) -> float:
-    """Take the GPUs back, however far a lend came; the seconds it took.
+async def take_back(hosted: HostedRun, *, patient: bool = False) -> float:
+    """Take the GPUs back, however far a lend came; the seconds it took. `patient`: the trainer can do nothing without.
 
-    Raises ABORTED / RECLAIM_FAILED or ABORT_LEND_FAILED; then the run stays in between.
+    Raises ABORTED / RECLAIM_FAILED or ABORT_LEND_FAILED; then the run stays in between. Raises UNAVAILABLE / DRAINING
+    if the service stops before.
     """
     run = hosted.run
     transition = Transition.ABORT_LEND if run.unfinished_lend else Transition.RECLAIM
@@ -84,8 +109,11 @@ async def take_back(hosted: HostedRun) -> float:
     assert ordered_at is not None
     await hosted.durable()
     try:
-        await _try(hosted, lambda: _order_back(hosted))
+        await persist(hosted, lambda: _order_back(hosted), hosted.tools.settings.reclaim_patience_s if patient else 0.0)
     except TurnoutError as error:
+        if hosted.tools.draining.is_set:
+            # The next process goes on with it, and the trainer's repeat joins that.
+            raise draining_error() from error
         raise _failed(hosted, transition, error) from error
     cost_s = hosted.tools.clock.now() - ordered_at
     run.returned(cost_s, hosted.moment)
@@ -117,21 +145,21 @@ async def _order_back(hosted: HostedRun) -> None:
         )
 
 
-async def ensure_trainer(hosted: HostedRun) -> float | None:
+async def ensure_trainer(hosted: HostedRun, *, patient: bool = False) -> float | None:
     """Let the trainer have its GPUs, confirmed by their engines now: one may have been started anew by a supervisor.
 
-    The seconds of a reclaim, None if none was needed. Raises as `take_back`; UNAVAILABLE / ENGINE_UNREACHABLE where
-    nobody can tell.
+    The seconds of a reclaim, None if none was needed. `patient` as for `take_back`. Raises as it does; UNAVAILABLE /
+    ENGINE_UNREACHABLE where nobody can tell.
     """
     run = hosted.run
     if not run.can_lend:
         return None
     if not run.modes.lent:
-        await _try(hosted, lambda: look(hosted, probed=True))
+        await persist(hosted, lambda: look(hosted, probed=True))
         if run.mode is Mode.TRAINER:
             return None
     served = run.served
-    cost_s = await take_back(hosted)
+    cost_s = await take_back(hosted, patient=patient)
     return cost_s if served else None
 
 
@@ -165,7 +193,7 @@ async def _begin_on_controller(
     if lend.ordered_at is None:
         lend.ordered_at = clock.now()
     await hosted.durable()
-    lend.replica_ids = await _try(
+    lend.replica_ids = await persist(
         hosted, lambda: hosted.engine.begin_lend(run.epoch, lend.lend_id, placed, keep_sessions=keep_sessions)
     )
     lend.begin_s = clock.now() - lend.ordered_at
@@ -216,7 +244,7 @@ async def finish(hosted: HostedRun, lend: Lend, hybrid_update_s: float) -> Serve
         if lend.ordered_at is None:
             lend.ordered_at = hosted.tools.clock.now()
         await hosted.durable()
-        await _try(hosted, lambda: hosted.engine.finish_lend(run.epoch, lend.lend_id, lend.weight_version))
+        await persist(hosted, lambda: hosted.engine.finish_lend(run.epoch, lend.lend_id, lend.weight_version))
         failed: tuple[str, ...] = ()
     except TurnoutError as error:
         serving, failed = await _serving(hosted, lend)

@@ -129,15 +129,18 @@ class Observer:
 
     async def _controller(self) -> None:
         first = True
-        async for message in self._hosted.engine.watch_replicas():
-            if first:
-                self._replicas.clear()
-                first = False
-            for replica in message.changed:
-                self._replicas[replica.spec.replica_id] = replica
-            for replica_id in message.removed:
-                self._replicas.pop(replica_id, None)
-            self._saw(message.incarnation)
+        try:
+            async for message in self._hosted.engine.watch_replicas():
+                if first:
+                    self._replicas.clear()
+                    first = False
+                for replica in message.changed:
+                    self._replicas[replica.spec.replica_id] = replica
+                for replica_id in message.removed:
+                    self._replicas.pop(replica_id, None)
+                self._saw(message.incarnation)
+        finally:
+            self._hosted.dark_since = None
 
     def _saw(self, incarnation: str) -> None:
         run, moment = self._hosted.run, self._hosted.moment
@@ -146,10 +149,19 @@ class Observer:
             hybrids = self._of_role(engine_pb2.REPLICA_ROLE_HYBRID)
             run.modes.saw(incarnation, {r.spec.replica_id: r.confirmed_free for r in hybrids})
         run.note_mode(moment)
+        self._note_dark()
         topology = self._present_topology()
         if topology != self._following.topology:
             self._following.topology = topology
             run.record(topology, moment)
+
+    def _note_dark(self) -> None:
+        hosted, serving = self._hosted, engine_pb2.ROUTE_STATE_SERVING
+        if any(replica.route == serving for replica in self._replicas.values()):
+            hosted.dark_since = None
+        elif hosted.dark_since is None:
+            hosted.dark_since = hosted.tools.clock.now()
+            hosted.wake_waits()
 
     def _of_role(self, role: int) -> list[engine_pb2.Replica]:
         return [replica for replica in self._replicas.values() if replica.spec.role == role]

@@ -212,7 +212,8 @@ class Opener:
         if not any(hybrid.in_use for hybrid in replicas.hybrids.values()):
             return 0.0
         try:
-            await hosted.engine.reclaim(epoch)
+            patience_s = self._tools.settings.reclaim_patience_s
+            await lending.persist(hosted, lambda: hosted.engine.reclaim(epoch), patience_s)
         except TurnoutError as error:
             raise aborted(
                 "RECLAIM_FAILED",

@@ -43,6 +43,20 @@ class SchedulerSettings(PeerSettings):
     transition_backoff_s: float = Field(
         0.5, ge=0, le=3600, description="Pause before a transition is tried again, doubled each time; domain seconds."
     )
+    reclaim_patience_s: float = Field(
+        300.0,
+        ge=0,
+        le=86400,
+        description="Seconds for which a call that needs the trainer's GPUs back goes on trying beyond those attempts, "
+        "while an engine that may still use them is away. Clients wait 600 s for such a call by default.",
+    )
+    dark_after_s: float = Field(
+        10.0,
+        gt=0,
+        le=86400,
+        description="Seconds without any replica that serves after which lent GPUs go back to the trainer, who alone "
+        "can bring weights to replicas that came back.",
+    )
     peer_attempts: int = Field(
         5,
         ge=1,

@@ -98,10 +98,15 @@ class Steps:
         self._hosted = hosted
         self._waits: dict[CallKey, Wait] = {}
         hosted.stop_waits = self._stop_waits
+        hosted.wake_waits = self._wake_waits
 
     def _stop_waits(self, error: Exception) -> None:
         for wait in self._waits.values():
             wait.stop(error)
+
+    def _wake_waits(self) -> None:
+        for wait in self._waits.values():
+            wait.wake()
 
     # --------------------------------------------------------------------------------------------------- steps
 
@@ -123,9 +128,9 @@ class Steps:
             call.decided = True
         reclaimed = False
         if call.decision is None:
-            reclaimed = await lending.ensure_trainer(hosted) is not None
+            reclaimed = await lending.ensure_trainer(hosted, patient=True) is not None
         elif call.decision.action is Action.RECLAIM:
-            await lending.take_back(hosted)
+            await lending.take_back(hosted, patient=True)
             reclaimed = True
         return Answered(BeganStep(run.mode, reclaimed, call.decision))
 
@@ -135,14 +140,14 @@ class Steps:
         end = call.wait_end
         if end is None:
             if not run.modes.lent:
-                reclaimed = await lending.ensure_trainer(hosted) is not None
+                reclaimed = await lending.ensure_trainer(hosted, patient=True) is not None
                 return Answered(Prepared(REACHED, run.mode, reclaimed, None, cursor, run.timings.metrics()))
             end = await wait.run()
             run.timings.waited(end.waited_s)
             if end.outcome in (TIMED_OUT, HELD):
                 return Answered(self._prepared(end, reclaimed=False), Ending.TIMED_OUT)
             call.wait_end = end
-        await lending.take_back(hosted)
+        await lending.take_back(hosted, patient=True)
         ending = Ending.EXHAUSTED if end.outcome == EXHAUSTED else Ending.DONE
         return Answered(self._prepared(end, reclaimed=True), ending)
 
@@ -239,11 +244,11 @@ class Steps:
         if run.modes.in_between:
             # A lend could neither begin nor be undone: PROCEED would let two use the same memory. (A replica that fell
             # ill since the step began is no such thing, and waits for the next step.)
-            await lending.ensure_trainer(hosted)
+            await lending.ensure_trainer(hosted, patient=True)
         return Answered(Sampled(cursor, call.sampleable, decision=call.decision))
 
     async def _proceed(self, step: int, cursor: int) -> Answered:
-        await lending.ensure_trainer(self._hosted)
+        await lending.ensure_trainer(self._hosted, patient=True)
         return Answered(Sampled(cursor, (await self._hosted.buffer.depth(step)).sampleable))
 
     async def _wait_in_step(self, call: Undertaking, wait: Wait) -> Answered:
@@ -254,7 +259,7 @@ class Steps:
             sampled = Sampled(cursor, timed_out=timed_out, done=end.done, decision=end.decision)
             return Answered(sampled, Ending.TIMED_OUT)
         call.wait_end = end
-        reclaim_s = await lending.take_back(self._hosted)
+        reclaim_s = await lending.take_back(self._hosted, patient=True)
         sampleable = end.done.depth.sampleable
         return Answered(
             Sampled(
@@ -334,7 +339,7 @@ class Steps:
 
     async def abandon_lend(self, lend: Lend, reason: str) -> Answered:
         """The weights of `lend` could not be installed: undo it."""
-        await lending.take_back(self._hosted)
+        await lending.take_back(self._hosted, patient=True)
         self._hosted.run.abandoned(lend, reason, self._hosted.moment)
         return Answered(Nothing())
 

@@ -2,8 +2,9 @@
 
 Invariants: the buffer's events are forwarded in order; a refill claim goes to the newest caller alone, since two would
 pay it twice; each caller that joins makes the buffer say again what is unpaid. The policy is asked at every arrival and
-when it wanted to be, not while a WAIT hold stands (nothing could be trained on). The wait ends with its last caller;
-what the decision sets in motion does not.
+when it wanted to be, not while a WAIT hold stands (nothing could be trained on). Where no replica serves for long, the
+GPUs go back whatever the policy wants: the trainer alone can bring weights to those that came back. The wait ends with
+its last caller; what the decision sets in motion does not.
 """
 
 from __future__ import annotations
@@ -31,6 +32,11 @@ HELD: Final = buffer_pb2.WAIT_OUTCOME_HELD
 
 ABANDONED: Final = "WAIT_ABANDONED"
 """Reason with which a wait that nobody follows any more ends."""
+
+DARK: Final = (
+    "no replica serves, so that nothing is generated: the trainer has to bring weights to those that came back"
+)
+"""Why a wait ends EXHAUSTED whatever could still arrive."""
 
 
 class Caller:
@@ -121,6 +127,10 @@ class Wait:
         self._failure = error
         self._wake.set()
 
+    def wake(self) -> None:
+        """Look again at what else than the buffer it depends on."""
+        self._wake.set()
+
     # ------------------------------------------------------------------------------------------------ the wait
 
     async def run(self) -> WaitEnd:
@@ -162,7 +172,7 @@ class Wait:
                     if self._rearm:
                         return None
                     if not upcoming.done():
-                        if await self._asked_back():
+                        if self._dark or await self._asked_back():
                             break
                         continue
                     event = upcoming.result()
@@ -177,7 +187,19 @@ class Wait:
                 upcoming.cancel()
                 await asyncio.gather(upcoming, return_exceptions=True)
         done = await self._hosted.buffer.cursor_now(run.epoch, self._step, self._cursor)
-        return self._decided(done)
+        return (EXHAUSTED, done, DARK) if self._dark else self._decided(done)
+
+    @property
+    def _dark_at(self) -> float | None:
+        """When it will have been dark for too long, domain seconds."""
+        tools, since = self._hosted.tools, self._hosted.dark_since
+        return None if since is None else since + tools.settings.dark_after_s / tools.clock.scale
+
+    @property
+    def _dark(self) -> bool:
+        """Whether nobody generates, and nobody will."""
+        at = self._dark_at
+        return at is not None and self._hosted.tools.clock.now() >= at
 
     @property
     def _deadline(self) -> float:
@@ -186,15 +208,14 @@ class Wait:
     async def _next(self, upcoming: asyncio.Future[buffer_pb2.WaitForSampleableResponse | None]) -> None:
         """Until the buffer speaks, the policy wants to be asked, a caller comes or goes, or the service drains."""
         tools = self._hosted.tools
-        timer = None
-        if self._recheck_at is not None:
-            timer = tools.clock.call_at(self._recheck_at, self._wake.set)
+        times = [at for at in (self._recheck_at, self._dark_at) if at is not None]
+        timers = [tools.clock.call_at(at, self._wake.set) for at in times]
         woken = asyncio.ensure_future(self._wake.wait())
         drained = asyncio.ensure_future(tools.draining.wait())
         try:
             await asyncio.wait((upcoming, woken, drained), return_when=asyncio.FIRST_COMPLETED)
         finally:
-            if timer is not None:
+            for timer in timers:
                 timer.cancel()
             for waiter in (woken, drained):
                 waiter.cancel()

@@ -360,9 +360,8 @@ def test_an_update_does_not_wait_for_ever(world: World) -> None:
     """Whoever runs the trainer has to hear in the end that its standalone replicas never came back."""
     world.engine.script["BeginWeightUpdate"] = failing(grpc.StatusCode.FAILED_PRECONDITION, "NO_REPLICA")
     options = dataclasses.replace(OPTIONS, timeouts=Timeouts(outage=0.2))
-    with TrainerHooks.open(world.setup(options=options)) as hooks:
-        with pytest.raises(FailedPrecondition) as caught:
-            hooks.on_step_end(1)
+    with TrainerHooks.open(world.setup(options=options)) as hooks, pytest.raises(FailedPrecondition) as caught:
+        hooks.on_step_end(1)
     assert caught.value.reason == "NO_REPLICA"
 
 

@@ -372,6 +372,7 @@ class House:
             data_dir=directory,
             transition_attempts=1,
             transition_backoff_s=0.0,
+            reclaim_patience_s=0.0,
             peer_attempts=1,
             peer_backoff_s=0.0,
             watch_progress=False,

@@ -55,12 +55,12 @@ class Stack:
     async def register(self, hooks: AsyncTrainerHooks, name: str, role: engine_pb2.ReplicaRole.ValueType) -> None:
         await hooks.engine.calls.Register(engine_pb2.RegisterRequest(run_id=RUN, spec=spec(name, role)))
 
-    async def fault(self, hooks: AsyncTrainerHooks, method: str, **arguments: Any) -> None:
-        """Break (or heal) hybrid-1."""
+    async def fault(self, hooks: AsyncTrainerHooks, method: str, *, later_epochs: int = 0, **arguments: Any) -> None:
+        """Break (or heal) hybrid-1, in the name of this trainer or a later one."""
         await hooks.engine.calls.CollectiveRpc(
             engine_pb2.CollectiveRpcRequest(
                 run_id=RUN,
-                epoch=hooks.epoch,
+                epoch=hooks.epoch + later_epochs,
                 selector=engine_pb2.ReplicaSelector(replica_ids=["hybrid-1"]),
                 method=method,
                 arguments_json=json.dumps({"kwargs": arguments}),
@@ -70,6 +70,14 @@ class Stack:
 
 async def run_of(hooks: AsyncTrainerHooks) -> scheduler_pb2.Run:
     return (await hooks.scheduler.calls.GetRun(scheduler_pb2.GetRunRequest(run_id=RUN))).run
+
+
+async def stuck(hooks: AsyncTrainerHooks) -> str:
+    """Wait until the run is stuck in between; why it is."""
+    async with asyncio.timeout(30):
+        while not (reason := (await run_of(hooks)).stuck_reason):  # noqa: ASYNC110 - there is no event of it
+            await asyncio.sleep(0.05)
+    return reason
 
 
 async def train(hooks: AsyncTrainerHooks, step: int) -> list[str]:
@@ -109,7 +117,12 @@ async def finish(hooks: AsyncTrainerHooks, count: int) -> None:
 
 @asynccontextmanager
 async def stack(
-    data_dir: Path | None = None, *, scheduler_target: str = "", options: ClientOptions = ONCE, **engine: Any
+    data_dir: Path | None = None,
+    *,
+    scheduler_target: str = "",
+    options: ClientOptions = ONCE,
+    patience_s: float = 0.0,
+    **engine: Any,
 ) -> AsyncIterator[Stack]:
     """The three services, but for the scheduler if there is one at `scheduler_target`.
 
@@ -125,7 +138,11 @@ async def stack(
         **engine,
     )
     scheduler_settings = SchedulerSettings(
-        listen=LISTEN, time_scale=SCALE, transition_attempts=1, transition_backoff_s=0.0
+        listen=LISTEN,
+        time_scale=SCALE,
+        transition_attempts=1,
+        transition_backoff_s=0.0,
+        reclaim_patience_s=patience_s,
     )
     async with (
         build_buffer(BufferSettings(listen=LISTEN, time_scale=SCALE, data_dir=data_dir)) as buffer,
@@ -180,6 +197,66 @@ async def test_a_hybrid_that_does_not_sleep_keeps_the_trainer_out_until_it_does(
         assert (await run_of(hooks)).mode == events_pb2.MODE_TRAINER
         assert len(await train(hooks, 1)) == 8
         await hooks.close()
+
+
+@pytest.mark.parametrize(("method", "arguments"), [("fault_hang", {}), ("fault_fail", {"call": "sleep", "times": 4})])
+async def test_the_trainer_waits_for_an_engine_that_may_still_have_its_gpus(
+    method: str, arguments: dict[str, Any]
+) -> None:
+    """Its agent was away while the GPUs were taken back, and the hook raised to a person though it came back soon."""
+    async with stack(patience_s=60.0) as s:
+        hooks = await s.hooks()
+        await hooks.on_train_begin(prompts(0))
+        await finish(hooks, 8)
+        await s.fault(hooks, method, **arguments)
+        beginning = asyncio.create_task(hooks.on_step_begin(1))
+        assert "Reclaim: 1 of 2 replicas failed" in await stuck(hooks)
+        assert not beginning.done()
+        if method == "fault_hang":
+            await s.fault(hooks, "fault_heal")
+        async with asyncio.timeout(30):
+            await beginning
+        run = await run_of(hooks)
+        assert (run.mode, run.stuck_reason) == (events_pb2.MODE_TRAINER, "")
+        assert len(await train(hooks, 1)) == 8
+        await hooks.close()
+
+
+async def test_the_trainer_waits_no_longer_for_an_engine_that_was_taken_out() -> None:
+    """An engine whose process is known to have ended holds no memory: whoever knows it deregisters the replica."""
+    async with stack(patience_s=60.0) as s:
+        hooks = await s.hooks()
+        await hooks.on_train_begin(prompts(0))
+        await finish(hooks, 8)
+        await s.fault(hooks, "fault_hang", probe=True)
+        beginning = asyncio.create_task(hooks.on_step_begin(1))
+        await stuck(hooks)
+        async with asyncio.timeout(30):
+            request = engine_pb2.DeregisterRequest(run_id=RUN, replica_id="hybrid-1", epoch=hooks.epoch)
+            await hooks.engine.calls.Deregister(request)
+            await beginning
+        assert (await run_of(hooks)).mode == events_pb2.MODE_TRAINER
+        await hooks.close()
+
+
+async def test_a_successor_does_not_wait_for_what_its_predecessor_waits_for() -> None:
+    """A trainer that is started again must not be kept out by the patience of a call whose caller is dead."""
+    async with stack(patience_s=600.0) as s:
+        first = await s.hooks()
+        await first.on_train_begin(prompts(0))
+        await finish(first, 8)
+        await s.fault(first, "fault_hang")
+        beginning = asyncio.create_task(first.on_step_begin(1))
+        await stuck(first)
+        async with asyncio.timeout(30):
+            resume = scheduler_pb2.Resume(resume_step=0, keep_live=True)
+            opening = asyncio.create_task(s.hooks(resume=resume, take_over=True))
+            with pytest.raises(TurnoutError):
+                await beginning
+            await s.fault(first, "fault_heal", later_epochs=1)
+            second = await opening
+        await second.close()
+        await asyncio.gather(first.close(), return_exceptions=True)
 
 
 async def test_a_successor_takes_over_lent_gpus_and_goes_on_with_the_groups_that_are_there() -> None:

@@ -18,7 +18,7 @@ from services.scheduler.settings import SchedulerSettings
 from tests.loop.test_loop import RUN, SCALE, prompts
 from turnout.buffer.v1 import buffer_pb2
 from turnout.engine.v1 import engine_pb2
-from turnout.scheduler.v1 import scheduler_pb2
+from turnout.scheduler.v1 import events_pb2, scheduler_pb2
 from turnout.trainer import AsyncTrainerHooks, TrainerSetup, WeightTarget
 from turnout.worker import RolloutWorker, WorkerSetup
 
@@ -89,7 +89,7 @@ async def place() -> AsyncIterator[tuple[Place, AsyncTrainerHooks]]:
             build_engine(EngineSettings(probe_interval=0.2, probe_timeout=1.0, **settings))
         )
         buffer = await stack.enter_async_context(build_buffer(BufferSettings(**settings)))
-        scheduler = await stack.enter_async_context(build_scheduler(SchedulerSettings(**settings)))
+        scheduler = await stack.enter_async_context(build_scheduler(SchedulerSettings(dark_after_s=0.5, **settings)))
         for agent in agents.values():
             await agent.start()
             stack.push_async_callback(agent.die)
@@ -176,3 +176,22 @@ async def test_all_standalone_replicas_restart_while_the_trainer_waits_for_group
         assert {target.weight_version for target in job.moved if target.restoring} == {0}
         await hooks.on_step_end(1)
         assert [target.weight_version for target in job.moved if not target.restoring][-1] == 1
+
+
+async def test_all_replicas_restart_while_the_gpus_are_lent() -> None:
+    """Nobody had weights, and the trainer waited for groups without its GPUs: for ever."""
+    async with place() as (job, hooks):
+        await hooks.on_step_begin(1)
+        for agent in job.agents.values():
+            await agent.die()
+        await job.dark(hooks)
+        await hooks.add_groups(1, prompts(1, 2 * MINI))
+        preparing = asyncio.create_task(hooks.prepare_step(1))
+        for agent in job.agents.values():
+            await agent.start()
+        async with asyncio.timeout(WITHIN_S):
+            await preparing
+        assert hooks.mode == events_pb2.MODE_TRAINER
+        assert (await mini_batch(hooks, 1, 0)) == ({0}, 2.0)
+        await mini_batch(hooks, 1, 1)
+        await hooks.on_step_end(1)

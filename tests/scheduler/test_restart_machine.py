@@ -119,6 +119,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             data_dir=self.directory,
             transition_attempts=1,
             transition_backoff_s=0.0,
+            reclaim_patience_s=0.0,
             peer_backoff_s=0.01,
             watch_progress=False,
         )

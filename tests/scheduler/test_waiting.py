@@ -14,6 +14,7 @@ from services.scheduler.waiting import Wait
 from tests.scheduler.fakes import host_buffer
 from tests.scheduler.world import Trainer, World, error_of, rest_of, run_config, world
 from turnout.buffer.v1 import buffer_pb2
+from turnout.engine.v1 import engine_pb2
 from turnout.scheduler.v1 import events_pb2
 
 
@@ -396,3 +397,68 @@ async def test_a_recheck_that_comes_due_under_a_hold_does_not_spin(monkeypatch: 
         assert turns <= before + 2
         await w.buffer.set_depth(6)
         assert (await rest_of(stream))[-1].done.HasField("proceed")
+
+
+# ------------------------------------------------------------------------------------------------------------ darkness
+
+
+async def all_are(w: World, trainer: Trainer, *, alive: bool) -> None:
+    """Let all replicas die, or be back and serve; returns when the scheduler knows."""
+    for replica in w.engine.replicas.values():
+        replica.health = engine_pb2.REPLICA_HEALTH_HEALTHY if alive else engine_pb2.REPLICA_HEALTH_DEAD
+        replica.route = engine_pb2.ROUTE_STATE_SERVING if alive else engine_pb2.ROUTE_STATE_OUT
+    await w.engine.wake()
+    async with asyncio.timeout(10):
+        while True:
+            seen = [event.topology_changed for event in await trainer.events() if event.HasField("topology_changed")]
+            if seen and bool(seen[-1].standalone_replicas) == alive:
+                return
+
+
+async def test_lent_gpus_come_back_when_nobody_serves_any_more() -> None:
+    """All replicas were restarted while the GPUs were lent: none has weights, and the trainer alone can bring some."""
+    clock = ManualClock()
+    async with world(clock=clock, dark_after_s=10.0) as w:
+        trainer = await waiting_trainer(w)
+        stream = trainer.prepare_stream(1)
+        await stream.read()
+        await all_are(w, trainer, alive=False)
+        await clock.advance(9.0)
+        assert w.moves()[-1] == "FinishLend", "they may be back in a moment"
+        await clock.advance(2.0)
+        done = (await rest_of(stream))[-1].done
+        assert done.outcome == buffer_pb2.WAIT_OUTCOME_EXHAUSTED
+        assert done.reclaimed
+        assert "no replica serves" in done.reason
+        assert (await trainer.begin_sample(1, 0)).HasField("proceed")
+
+
+async def test_gpus_lent_within_a_step_come_back_when_nobody_serves_any_more() -> None:
+    """The same wait, from BeginSample."""
+    clock = ManualClock()
+    async with world(clock=clock, create=Factory(), dark_after_s=10.0) as w:
+        trainer = await starving_trainer(w)
+        await trainer.complete((await trainer.begin_sample(1, 0)).lend)
+        stream = trainer.sample_stream(1, 0, attempt=1)
+        await stream.read()
+        await all_are(w, trainer, alive=False)
+        await clock.advance(11.0)
+        proceed = (await rest_of(stream))[-1].done.proceed
+        assert proceed.outcome == buffer_pb2.WAIT_OUTCOME_EXHAUSTED
+        assert w.moves()[-1] == "Reclaim"
+
+
+async def test_replicas_that_are_back_in_time_keep_the_gpus_lent() -> None:
+    """A controller that is restarted has every route out for a moment; a reclaim for that would cost a step's lend."""
+    clock = ManualClock()
+    async with world(clock=clock, dark_after_s=10.0) as w:
+        trainer = await waiting_trainer(w)
+        stream = trainer.prepare_stream(1)
+        await stream.read()
+        await all_are(w, trainer, alive=False)
+        await clock.advance(9.0)
+        await all_are(w, trainer, alive=True)
+        await clock.advance(60.0)
+        await w.buffer.set_depth(8)
+        done = (await rest_of(stream))[-1].done
+        assert done.outcome == buffer_pb2.WAIT_OUTCOME_REACHED

@@ -224,7 +224,7 @@ async def world(
     for number in range(hybrids):
         engine.add(f"hybrid-{number}")
     engine.add("standalone-0", hybrid=False)
-    values = {"transition_backoff_s": 0.0, "peer_backoff_s": 0.01, **settings}
+    values = {"transition_backoff_s": 0.0, "reclaim_patience_s": 0.0, "peer_backoff_s": 0.01, **settings}
     chosen = SchedulerSettings(listen=["127.0.0.1:0"], **values)
     async with AsyncExitStack() as stack:
         buffer_host = await stack.enter_async_context(host_buffer(buffer))
