@@ -15,6 +15,7 @@ import sqlite3
 import time
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Collection
 from concurrent.futures import Future, wait
+from contextlib import aclosing
 from functools import partial
 from pathlib import Path
 from typing import Final, TypeVar
@@ -25,7 +26,6 @@ from services.runtime.journal.at_once import AtOnce
 from services.runtime.journal.ballast import Ballast
 from services.runtime.journal.batch import (
     PARCEL_BYTES,
-    Chain,
     Record,
     pack_length,
     require_payload,
@@ -39,11 +39,8 @@ from services.runtime.journal.failures import (
     JournalFailure,
     cause_of,
     closed,
-    damaged,
     failure_of,
-    is_damage,
     not_failed,
-    reopened,
 )
 from services.runtime.journal.files import JournalFiles
 from services.runtime.journal.journal import COMMIT_BOUNDS_S, JournalState, JournalStats
@@ -51,11 +48,9 @@ from services.runtime.journal.lock import DirectoryLock
 from services.runtime.journal.opening import Opened, Seams, open_database
 from services.runtime.journal.options import Durability, JournalOptions
 from services.runtime.journal.snapshot import SnapshotReader, SnapshotWriter
+from services.runtime.journal.spool import read_batches, read_chunks, write_chunks
 from services.runtime.journal.threads import Threads
 from services.runtime.journal.writer import Job, Writer
-
-SNAPSHOT_BYTES: Final = 1 << 20
-"""Chunks of a snapshot go to and from their thread in lots of this size, since owners like small chunks."""
 
 WAL_BOUND: Final = 4
 """Times `checkpoint_bytes` at which commits wait for the checkpoint: without syncs of its own (durability `os`) the
@@ -211,16 +206,13 @@ class SqliteJournal:
         until = self._durable_position
         if after is None:
             after = database.meta.snapshot_position
-        database.require_present(after)
-        chain = Chain(after + 1)
-        while chain.next_position <= until:
-            batches = await self._read(lambda: database.read_slice(chain, until), chain)
-            if self._database is not database:
-                raise reopened()
-            for batch in batches:
-                for record in batch.records():
-                    if after < record.position <= until and (streams is None or record.stream in streams):
-                        yield record
+        slices = read_batches(self._threads, database, self._files, after, until, lambda: self._database is database)
+        async with aclosing(slices):
+            async for batches in slices:
+                for batch in batches:
+                    for record in batch.records():
+                        if after < record.position <= until and (streams is None or record.stream in streams):
+                            yield record
 
     async def read_snapshot(self) -> AsyncIterator[bytes]:
         meta = self._database.meta
@@ -228,12 +220,9 @@ class SqliteJournal:
             return
         # Opened at once, on the loop: a newer snapshot may remove the file in the next turn.
         reader = SnapshotReader(self._files, meta.journal_id, meta.snapshot_position, meta.snapshot_crc)
-        try:
-            while chunks := await self._threads.read(lambda: reader.take(SNAPSHOT_BYTES)):
-                for chunk in chunks:
-                    yield chunk
-        finally:
-            reader.close()
+        async with aclosing(read_chunks(self._threads, reader)) as chunks:
+            async for chunk in chunks:
+                yield chunk
 
     async def snapshot(self, position: int, chunks: AsyncIterable[bytes]) -> None:
         if self._state is not JournalState.OPEN:
@@ -371,31 +360,11 @@ class SqliteJournal:
             raise self._refusal()
         return self._writer.call(run)
 
-    async def _read(self, run: Callable[[], R], chain: Chain) -> R:
-        try:
-            return await self._threads.read(run)
-        except sqlite3.ProgrammingError:
-            raise reopened() from None  # The connection was closed under the reader.
-        except sqlite3.Error as error:
-            if is_damage(error):
-                last_good = chain.next_position - 1
-                raise damaged(self._files.database.name, str(error), last_good=last_good) from error
-            raise failure_of(error).error from error
-
     async def _write_snapshot(self, database: Database, position: int, chunks: AsyncIterable[bytes]) -> None:
         journal_id = database.meta.journal_id
         writer = await self._threads.aside(lambda: SnapshotWriter(self._files, journal_id, position))
         try:
-            lot: list[bytes] = []
-            size = 0
-            async for chunk in chunks:
-                lot.append(chunk)
-                size += len(chunk)
-                if size >= SNAPSHOT_BYTES:
-                    await self._threads.aside(partial(writer.write, lot))
-                    lot, size = [], 0
-            await self._threads.aside(partial(writer.write, lot))
-            crc = await self._threads.aside(writer.finish)
+            crc = await write_chunks(self._threads, writer, chunks)
             registered = self._call(lambda: database.begin_with_snapshot(position, crc))
         except asyncio.CancelledError:
             self._threads.submit(writer.discard)  # behind what the thread still writes
