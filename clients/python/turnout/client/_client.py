@@ -10,9 +10,11 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from turnout.client._async_link import AsyncLink
+from turnout.client._blocking_link import BlockingLink
 from turnout.client._calls import CallChannel, CallPolicy, seconds
 from turnout.client._errors import TurnoutError, is_retryable
-from turnout.client._link import AsyncLink, BlockingLink, Link, run_blocking
+from turnout.client._link import Link, run_blocking
 from turnout.client._options import ClientOptions
 from turnout.client._refills import PaysRefills
 from turnout.client._retry import Attempts
