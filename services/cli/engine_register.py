@@ -12,10 +12,10 @@ from services.cli.failures import CommandFailed
 from services.cli.registering import NoGpus, register, register_agent
 from services.cli.running import run_async
 from services.cli.targets import ENGINE, security_options, target_option
+from services.engine.settings import OwnReplica, parse_replica
+from services.engine.wire.enums import ROLES
 from turnout.client import AsyncEngineClient, TurnoutError
 from turnout.engine.v1 import engine_pb2
-
-_ROLES = {"hybrid": engine_pb2.REPLICA_ROLE_HYBRID, "standalone": engine_pb2.REPLICA_ROLE_STANDALONE}
 
 
 @click.command(
@@ -56,18 +56,18 @@ def engine_register(
     if bool(agent) == bool(replica):
         raise click.UsageError("name agents with --agent, or one engine with --replica")
     gpus = _gpus(gpu)
+    own = None if replica is None else _replica(replica)
 
     async def run() -> list[engine_pb2.Replica]:
         async with AsyncEngineClient(engine) as client:
-            if replica is None:
+            if own is None:
                 return [one for target in agent for one in await register_agent(client, target, run_id, gpus)]
-            replica_id, role = _role(replica)
             if not backend:
                 raise click.UsageError("--replica needs --backend")
             spec = engine_pb2.ReplicaSpec(
-                replica_id=replica_id,
-                role=role,
-                gpus=gpus.get(replica_id, ()),
+                replica_id=own.replica_id,
+                role=ROLES.write(own.role),
+                gpus=gpus.get(own.replica_id, ()),
                 backend=backend,
                 endpoint=endpoint,
                 weights=engine_pb2.WEIGHTS_ORIGIN_NONE if weight_version is None else engine_pb2.WEIGHTS_ORIGIN_LOADED,
@@ -102,8 +102,8 @@ def _gpus(texts: Sequence[str]) -> dict[str, list[engine_pb2.Gpu]]:
     return gpus
 
 
-def _role(text: str) -> tuple[str, engine_pb2.ReplicaRole.ValueType]:
-    replica_id, found, role = text.rpartition(":")
-    if not (replica_id and found and role in _ROLES):
-        raise click.UsageError(f"--replica {text}: it is ID:hybrid or ID:standalone")
-    return replica_id, _ROLES[role]
+def _replica(text: str) -> OwnReplica:
+    try:
+        return parse_replica(text)
+    except ValueError as error:
+        raise click.UsageError(f"--replica: {error}") from error
