@@ -60,6 +60,11 @@ def action_name(action: events_pb2.DecisionAction.ValueType) -> str:
     return _ACTIONS.get(action, "unknown")
 
 
+def lent_seconds(reclaimed: events_pb2.RunEvent, began_at: float) -> float:
+    """How long the GPUs were lent in a step that began at `began_at`, until they were ordered back by this reclaim."""
+    return max(reclaimed.at - reclaimed.reclaim_done.cost_seconds - began_at, 0.0)
+
+
 def route_name(route: engine_pb2.RouteState.ValueType) -> str:
     """Return the word for a route."""
     return _ROUTES.get(route, "unknown")

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from services.views.run_state import lent_seconds
 from turnout.scheduler.v1 import events_pb2
 
 # Shorter windows count too few tokens to say anything, in longer ones the running requests change too much.
@@ -98,10 +99,9 @@ class RunFacts:
         self._readings.clear()
 
     def _reclaim_done(self, event: events_pb2.RunEvent) -> None:
-        cost_s = event.reclaim_done.cost_seconds
-        self.reclaims.append(cost_s)
+        self.reclaims.append(event.reclaim_done.cost_seconds)
         if self._began is not None and self._lent:
-            self._waited += max(event.at - cost_s - self._began, 0.0)
+            self._waited += lent_seconds(event, self._began)
         self._lent = False
         self._readings.clear()
 

@@ -13,7 +13,7 @@ from typing import Final
 
 from services.views.report.lanes import Lanes
 from services.views.report.lends import Lend, Lends
-from services.views.run_state import action_name, point_name
+from services.views.run_state import action_name, lent_seconds, point_name
 from turnout.buffer.v1 import buffer_pb2
 from turnout.scheduler.v1 import events_pb2
 
@@ -219,7 +219,7 @@ class RunAccount:
         step = self.steps[-1] if self.steps else None
         if step is not None and step.ended_at is None:
             step.reclaim_s += event.reclaim_done.cost_seconds
-            step.lent_s += max(event.at - event.reclaim_done.cost_seconds - step.began_at, 0.0)
+            step.lent_s += lent_seconds(event, step.began_at)
             step.reclaimed_at_depth = int(self.depths[-1][1]) if self.depths else None
 
     def _lend_abandoned(self, event: events_pb2.RunEvent) -> None:
