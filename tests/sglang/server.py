@@ -6,6 +6,7 @@ kills the real scheduler kills this one: releasing with requests running, releas
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,10 @@ class SglangServer:
         self.in_session = False
         self.chunks: list[Any] = []
         self.fail: set[str] = set()
+        self.holding: dict[str, asyncio.Event] = {}
+        """Routes that are carried out once their event is set, whether or not the caller is still there."""
+        self.carried_out = asyncio.Event()
+        """Set when a route that was held has been."""
         self.info: dict[str, Any] = {
             "enable_memory_saver": True,
             "enable_weights_cpu_backup": False,
@@ -67,7 +72,17 @@ class SglangServer:
         self.posted.append((path, body))
         if path in self.fail:
             return httpx.Response(400, json={"success": False, "message": "it was told to fail"})
+        if path in self.holding:
+            self._late = asyncio.ensure_future(self._hold(path, body or {}, request))
+            return await asyncio.shield(self._late)
         return self._post(path, body or {}, request)
+
+    async def _hold(self, path: str, body: dict[str, Any], request: httpx.Request) -> httpx.Response:
+        await self.holding[path].wait()
+        try:
+            return self._post(path, body, request)
+        finally:
+            self.carried_out.set()
 
     def _get(self, path: str) -> httpx.Response:
         match path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -207,6 +208,24 @@ async def test_a_change_that_failed_leaves_an_engine_to_be_started_again() -> No
             await backend.probe()
     with refused("ENGINE_STATE_UNKNOWN"):
         await connect("http://engine", httpx.MockTransport(server))
+
+
+async def test_a_wake_that_nobody_saw_end_is_never_taken_for_sleep() -> None:
+    """Its next controller would skip the sleep of an engine that is noted asleep, and the wake be carried out later."""
+    server = SglangServer()
+    async with backend_of(server) as backend:
+        await backend.pause(PauseMode.ABORT, True, 5)
+        await backend.sleep(2, 5)
+        server.holding["/resume_memory_occupation"] = late = asyncio.Event()
+        with refused("ENGINE_TIMEOUT"):
+            await backend.wake_up(sorted(ALL), 0.05)
+        with refused("REPLICA_BUSY"):
+            await backend.sleep(2, 0.05)
+    with refused("ENGINE_STATE_UNKNOWN"):
+        await connect("http://engine", httpx.MockTransport(server))
+    late.set()
+    await server.carried_out.wait()
+    assert not server.released
 
 
 async def test_a_restart_is_seen() -> None:
