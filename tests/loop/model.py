@@ -421,7 +421,7 @@ class Model:
         for job in self.jobs.values():
             if not job.open:
                 continue
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 while not job.alive:
                     await self.resume(job, False)
                 goal = job.step + 2
