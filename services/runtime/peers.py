@@ -35,8 +35,8 @@ class PeerSettings(ServiceSettings):
 
     peer_ca: str | None = Field(
         None,
-        description="PEM file of the authorities that vouch for the services called, which are then called over TLS; "
-        "'system': gRPC's own.",
+        description="PEM file of the authorities that vouch for the services called, which are then called over TLS, "
+        "and for https engines and hooks; 'system': gRPC's own.",
     )
     peer_cert: Path | None = Field(None, description="PEM file of the certificate shown to them, for mutual TLS.")
     peer_key: Path | None = Field(None, description="PEM file of its private key.")
@@ -49,7 +49,8 @@ class PeerSettings(ServiceSettings):
 
     allow_peer: Strings = Field(
         [],
-        description="A target that may be called, as callers name it; * stands for letters, digits, dots and hyphens. "
+        description="A target that may be called, as callers name it, of an HTTP engine HOST:PORT; * stands for "
+        "letters, digits, dots and hyphens. "
         "Default with a token: servers that a peer_ca of one's own vouches for; without peer_ca, loopback and Unix "
         "sockets. Default without one: all.",
     )
@@ -120,9 +121,20 @@ class Dialer:
         except SecurityError as error:
             raise failed_precondition("PEER_SECURITY", str(error), target=target) from error
 
+    def check_open(self, target: str) -> None:
+        """Refuse a server that gets no token, as HOST:PORT, if there is a list of those that may be called and it is
+        not on it. Raises FAILED_PRECONDITION / PEER_SECURITY."""
+        if self.allowed and not self._listed(target):
+            raise failed_precondition(
+                "PEER_SECURITY", f"this service does not call {target}: no allow_peer names it", target=target
+            )
+
+    def _listed(self, target: str) -> bool:
+        return any(_matches(pattern, target) for pattern in self.allowed)
+
     def _may_call(self, target: str) -> bool:
         if self.allowed:
-            return any(_matches(pattern, target) for pattern in self.allowed)
+            return self._listed(target)
         if self.security.metadata() is None:
             return True
         # Whoever asked may have made the target up. An authority of everybody vouches for servers of everybody.

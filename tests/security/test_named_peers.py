@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,8 +15,10 @@ import pytest
 
 from services.runtime.host import StartError
 from services.runtime.permissions import Role
+from services.runtime.tls import ServerTls
 from services.scheduler.service import build
 from services.scheduler.settings import SchedulerSettings
+from tests.engine.helpers import refused, running
 from tests.runtime.certificates import Authority
 from tests.scheduler.world import world
 from tests.security.houses import Tokens, house
@@ -91,6 +96,59 @@ async def test_a_controller_shows_its_token_to_no_agent_that_it_may_not_call(tmp
             with pytest.raises(FailedPrecondition, match="allow_peer"):
                 await client.calls.Register(engine_pb2.RegisterRequest(run_id="mine", spec=spec))
     assert heard.tokens == set()
+
+
+@asynccontextmanager
+async def web_server(context: ssl.SSLContext | None = None) -> AsyncIterator[tuple[list[str], str]]:
+    """A server that knows no route, what it was asked, and its HOST:PORT."""
+    asked: list[str] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError):
+            asked.append((await reader.readuntil(b"\r\n\r\n")).split(b"\r\n")[0].decode())
+            writer.write(b"HTTP/1.1 404 Not Found\r\nConnection: close\r\nContent-Length: 0\r\n\r\n")
+            await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0, ssl=context) as server:
+        yield asked, f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+def _engine(backend: str, endpoint: str) -> engine_pb2.RegisterRequest:
+    role = engine_pb2.REPLICA_ROLE_STANDALONE
+    spec = engine_pb2.ReplicaSpec(replica_id="r0", backend=backend, endpoint=endpoint, role=role)
+    return engine_pb2.RegisterRequest(run_id="mine", spec=spec)
+
+
+@pytest.mark.parametrize("backend", ["vllm-http", "sglang-http"])
+async def test_a_controller_calls_no_engine_that_it_may_not_call(backend: str) -> None:
+    """Whoever may register replicas could let the controller call any web server that it reaches."""
+    async with web_server() as (asked, target), running(allow_peer=["vllm-*:8000"]) as engine:
+        for url in (f"http://{target}", f"http://vllm-0:8000@{target}/", "http://[::1]:8000", "https://vllm-0"):
+            await refused(engine.stub.Register(_engine(backend, url)), "FAILED_PRECONDITION", "PEER_SECURITY")
+    assert asked == []
+    async with web_server() as (asked, target), running(allow_peer=[target]) as engine:
+        await refused(engine.stub.Register(_engine(backend, f"http://{target}/")), "FAILED_PRECONDITION", "NOT_OFFERED")
+    assert asked
+
+
+@pytest.mark.parametrize("backend", ["vllm-http", "sglang-http"])
+async def test_an_https_engine_is_vouched_for_by_the_authority_of_the_peers(backend: str, tmp_path: Path) -> None:
+    """The cluster's own authority is none of those that the system trusts."""
+    ours, strangers = Authority(tmp_path / "ours"), Authority(tmp_path / "strangers")
+    context = ServerTls(*ours.issue("engine", "127.0.0.1"), ours.ca).context()
+    cert, key = ours.issue("controller", "controller")
+    async with web_server(context) as (asked, target):
+        for authority, code, reason in (
+            (strangers, "UNAVAILABLE", "ENGINE_UNREACHABLE"),
+            (ours, "FAILED_PRECONDITION", "NOT_OFFERED"),
+        ):
+            async with running(peer_ca=str(authority.ca), peer_cert=cert, peer_key=key) as engine:
+                await refused(engine.stub.Register(_engine(backend, f"https://{target}")), code, reason)
+            assert bool(asked) == (authority is ours)
+        async with running(peer_ca=str(tmp_path / "none.pem")) as engine:
+            register = engine.stub.Register(_engine(backend, f"https://{target}"))
+            await refused(register, "FAILED_PRECONDITION", "PEER_SECURITY")
 
 
 async def test_a_scheduler_does_not_start_with_a_run_whose_target_it_may_no_longer_call(tmp_path: Path) -> None:

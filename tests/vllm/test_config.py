@@ -8,6 +8,7 @@ import pytest
 
 from services.engine.backends import vllm_http, vllm_inproc
 from services.engine.domain.spec import ReplicaSpec, Role
+from services.engine.guarded.http import HttpPeers
 from services.engine.settings import EngineSettings
 from services.engine.vllm.config import VllmConfig
 from services.runtime.clock import MonotonicClock
@@ -59,7 +60,9 @@ async def test_backends_say_what_they_lack(tmp_path: Path) -> None:
         await vllm_inproc.open_backend(ReplicaSpec("r", Role.HYBRID, "vllm-inproc", "http://x"), tmp_path, clock)
     for endpoint in ("", "localhost:8000", "ftp://x"):
         with pytest.raises(TurnoutError, match="needs the URL of a server"):
-            await vllm_http.open_backend(ReplicaSpec("r", Role.HYBRID, "vllm-http", endpoint), clock)
+            await vllm_http.open_backend(ReplicaSpec("r", Role.HYBRID, "vllm-http", endpoint), clock, HttpPeers())
     with pytest.raises(TurnoutError) as caught:
-        await vllm_http.open_backend(ReplicaSpec("r", Role.HYBRID, "vllm-http", "http://127.0.0.1:1"), clock)
+        await vllm_http.open_backend(
+            ReplicaSpec("r", Role.HYBRID, "vllm-http", "http://127.0.0.1:1"), clock, HttpPeers()
+        )
     assert caught.value.reason == "ENGINE_UNREACHABLE"

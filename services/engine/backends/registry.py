@@ -13,6 +13,7 @@ from services.engine.backends.agent import Agents
 from services.engine.backends.base import Backend
 from services.engine.cluster.actors import Cluster
 from services.engine.domain.spec import ReplicaSpec
+from services.engine.guarded.http import HttpPeers
 from services.engine.reference.decode import Curve
 from services.engine.reference.engine import EngineConfig, ReferenceEngine
 from services.engine.reference.model import LengthLaw, PseudoModel
@@ -32,7 +33,9 @@ class Backends:
     def __init__(self, settings: EngineSettings, clock: Clock, run_id: Callable[[], str], cluster: Cluster) -> None:
         self._clock = clock
         self._cluster = cluster
-        self._agents = Agents(run_id, settings.dialer())
+        dialer = settings.dialer()
+        self._agents = Agents(run_id, dialer)
+        self._http = HttpPeers(dialer, settings.peer_context)
         self._config = reference_config(settings)
         self._vllm_config = settings.vllm_config
 
@@ -53,11 +56,11 @@ class Backends:
             case "agent":
                 return await self._agents.open(spec)
             case "sglang-http":
-                return await sglang_http.open_backend(spec, self._clock)
+                return await sglang_http.open_backend(spec, self._clock, self._http)
             case "verl-ray":
                 return await verl_ray.open_backend(spec, self._cluster, self._clock)
             case "vllm-http":
-                return await vllm_http.open_backend(spec, self._clock)
+                return await vllm_http.open_backend(spec, self._clock, self._http)
             case "vllm-inproc":
                 return await vllm_inproc.open_backend(spec, self._vllm_config, self._clock)
             case "vllm-ray":

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from services.engine.domain.spec import ReplicaSpec
 from services.engine.guarded.backend import GuardedBackend
-from services.engine.guarded.http import require_url
+from services.engine.guarded.http import HttpPeers
 from services.engine.vllm import http
 from services.runtime.clock import Clock
 
 
-async def open_backend(spec: ReplicaSpec, clock: Clock) -> GuardedBackend:
-    """Connect to the server that `spec.endpoint` names, an http or https URL."""
-    surface = await http.connect(require_url("vllm-http", spec.endpoint))
+async def open_backend(spec: ReplicaSpec, clock: Clock, peers: HttpPeers) -> GuardedBackend:
+    """Connect to the server that `spec.endpoint` names, an http or https URL, if `peers` may call it."""
+    url, tls = peers.reach("vllm-http", spec.endpoint)
+    surface = await http.connect(url, tls=tls)
     try:
         return GuardedBackend(spec, surface, clock)
     except BaseException:

@@ -8,7 +8,9 @@ what it says and not by its status alone; a stream that ends before the server s
 from __future__ import annotations
 
 import json
+import ssl
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any, Final
 from urllib.parse import urlsplit
@@ -24,6 +26,7 @@ from services.runtime.errors import (
     invalid_argument,
     unavailable,
 )
+from services.runtime.peers import Dialer
 
 CHECK_S: Final = 0.5
 """Wall seconds for a sign of life while a call is under way; a front end that is alive gives it at once."""
@@ -33,7 +36,7 @@ READ_S: Final = 10.0
 
 
 class HttpServer:
-    """One server. `check` raises if its engine is gone.
+    """One server. `check` raises if its engine is gone; `tls` counts for https.
 
     Routes that begin with `judges` answer 4xx for what the caller asked; elsewhere that is a failure of the engine.
     """
@@ -45,16 +48,23 @@ class HttpServer:
         *,
         check: Callable[[], Awaitable[None]],
         judges: str = "/",
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self.url = url.rstrip("/")
         self._check = check
         self._judges = judges
+        verify = True if tls is None else tls
         self._control = httpx.AsyncClient(
-            base_url=self.url, transport=transport, timeout=httpx.Timeout(READ_S, read=None), trust_env=False
+            base_url=self.url,
+            transport=transport,
+            verify=verify,
+            timeout=httpx.Timeout(READ_S, read=None),
+            trust_env=False,
         )
         self._data = httpx.AsyncClient(
             base_url=self.url,
             transport=transport,
+            verify=verify,
             timeout=httpx.Timeout(READ_S, read=None, pool=None),
             limits=httpx.Limits(max_connections=None),
             trust_env=False,
@@ -157,6 +167,33 @@ class HttpServer:
                 return invalid_argument("request", told, reason="ENGINE_REFUSED")
             case _:
                 return aborted("ENGINE_FAILED", told)
+
+
+@dataclass(frozen=True, slots=True)
+class HttpPeers:
+    """Which HTTP servers may be called, and how those of https are checked. `tls` may raise OSError."""
+
+    dialer: Dialer = field(default_factory=Dialer)
+    tls: Callable[[], ssl.SSLContext] = ssl.create_default_context
+
+    def reach(self, backend: str, endpoint: str) -> tuple[str, ssl.SSLContext | None]:
+        """The URL that `spec.endpoint` is, and the TLS that it is called with.
+
+        Raises INVALID_ARGUMENT if it is no URL, FAILED_PRECONDITION / PEER_SECURITY if it may not be called.
+        """
+        url = httpx.URL(require_url(backend, endpoint))
+        # As the client connects, whatever else reads the same text.
+        host = url.raw_host.decode("ascii")
+        host = f"[{host}]" if ":" in host else host
+        self.dialer.check_open(f"{host}:{url.port or (443 if url.scheme == 'https' else 80)}")
+        if url.scheme != "https":
+            return endpoint, None
+        try:
+            return endpoint, self.tls()
+        except OSError as error:
+            raise failed_precondition(
+                "PEER_SECURITY", f"a file of peer_ca, peer_cert or peer_key cannot be used: {error}", target=endpoint
+            ) from error
 
 
 def require_url(backend: str, endpoint: str) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
@@ -67,9 +68,11 @@ SOURCES: Final = {
 FINISHES: Final = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": Finish.ABORT}
 
 
-async def connect(url: str, transport: httpx.AsyncBaseTransport | None = None) -> SglangSurface:
+async def connect(
+    url: str, transport: httpx.AsyncBaseTransport | None = None, tls: ssl.SSLContext | None = None
+) -> SglangSurface:
     """Look at a server; UNAVAILABLE / ENGINE_UNREACHABLE if none answers, FAILED_PRECONDITION if it lacks a call."""
-    surface = SglangSurface(url, transport)
+    surface = SglangSurface(url, transport, tls)
     try:
         await surface.find_out()
     except BaseException:
@@ -86,8 +89,10 @@ class SglangSurface:
     vocabulary: int | None = None
     """It judges token ids by itself."""
 
-    def __init__(self, url: str, transport: httpx.AsyncBaseTransport | None = None) -> None:
-        self._server = HttpServer(url, transport, check=self.check, judges="/generate")
+    def __init__(
+        self, url: str, transport: httpx.AsyncBaseTransport | None = None, tls: ssl.SSLContext | None = None
+    ) -> None:
+        self._server = HttpServer(url, transport, check=self.check, judges="/generate", tls=tls)
         self.url = self._server.url
         self.offers: frozenset[str] = frozenset()
         self.longest: int | None = None

@@ -7,6 +7,7 @@ metrics, and what they did to its memory from the state of its last sleep.
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from http import HTTPStatus
@@ -50,9 +51,11 @@ ABORT_ROUTE: Final = "/abort_requests"
 FINISHES: Final = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": Finish.ABORT, "repetition": Finish.STOP}
 
 
-async def connect(url: str, transport: httpx.AsyncBaseTransport | None = None) -> HttpSurface:
+async def connect(
+    url: str, transport: httpx.AsyncBaseTransport | None = None, tls: ssl.SSLContext | None = None
+) -> HttpSurface:
     """Look at a server; UNAVAILABLE / ENGINE_UNREACHABLE if none answers, FAILED_PRECONDITION if its routes are off."""
-    surface = HttpSurface(url, transport)
+    surface = HttpSurface(url, transport, tls)
     try:
         await surface.find_out()
     except BaseException:
@@ -67,8 +70,10 @@ class HttpSurface:
     tags = TAGS
     schedules_when_awake = True
 
-    def __init__(self, url: str, transport: httpx.AsyncBaseTransport | None = None) -> None:
-        self._server = HttpServer(url, transport, check=self.check)
+    def __init__(
+        self, url: str, transport: httpx.AsyncBaseTransport | None = None, tls: ssl.SSLContext | None = None
+    ) -> None:
+        self._server = HttpServer(url, transport, check=self.check, tls=tls)
         self.url = self._server.url
         self.offers: frozenset[str] = frozenset()
         self.vocabulary: int | None = None

@@ -20,6 +20,7 @@ import pytest_asyncio
 from services.engine.backends.vllm_http import open_backend
 from services.engine.domain.requests import Finish
 from services.engine.domain.spec import ALL_CACHES, KV_CACHE, WEIGHTS, PauseMode, ReplicaSpec, Role, Weights
+from services.engine.guarded.http import HttpPeers
 from services.engine.vllm.config import CPU_ENVIRONMENT
 from services.engine.vllm.http import HttpSurface
 from services.runtime.clock import MonotonicClock
@@ -71,7 +72,7 @@ async def server(models: Path) -> AsyncIterator[tuple[str, psutil.Process]]:
 @pytest_asyncio.fixture(loop_scope="session")
 async def remote(server: tuple[str, psutil.Process]) -> AsyncIterator[Engine]:
     """A backend on the server."""
-    backend = await open_backend(ReplicaSpec("r", Role.HYBRID, "vllm-http", server[0]), MonotonicClock())
+    backend = await open_backend(ReplicaSpec("r", Role.HYBRID, "vllm-http", server[0]), MonotonicClock(), HttpPeers())
     yield Engine(backend, backend._surface)
     await backend.close()
 
@@ -120,7 +121,7 @@ async def test_memory_comes_and_goes_over_http(
     assert asleep.memory_bytes is not None
     assert awake - asleep.memory_bytes >= 0.8 * KV
     assert asleep.weights is Weights.DISCARDED
-    again = await open_backend(ReplicaSpec("r", Role.HYBRID, "vllm-http", server[0]), MonotonicClock())
+    again = await open_backend(ReplicaSpec("r", Role.HYBRID, "vllm-http", server[0]), MonotonicClock(), HttpPeers())
     found = await again.probe()
     assert (found.resident_tags, found.sleep_level, found.weights) == (frozenset(), 2, Weights.DISCARDED)
     await again.close()
