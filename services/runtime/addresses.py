@@ -41,6 +41,13 @@ class Address:
         """Return the same place with the port that the system gave."""
         return self if self.path else Address(self.host, port)
 
+    def for_clients(self) -> Address:
+        """Return the form that clients on this machine can call.
+
+        On `[::]` gRPC listens for IPv4 as well; where IPv6 is off, its clients reach that alone.
+        """
+        return Address("0.0.0.0", self.port) if self.host == "::" and not _ipv6_is_on() else self
+
     @property
     def is_local(self) -> bool:
         """Whether only this machine can reach it."""
@@ -50,6 +57,16 @@ class Address:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
             return False
+
+
+def _ipv6_is_on() -> bool:
+    """Whether the loopback of IPv6 is there: gRPC goes by the same."""
+    try:
+        with socket.socket(socket.AF_INET6, socket.SOCK_STREAM) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
 
 
 def parse_address(text: str) -> Address:

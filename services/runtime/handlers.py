@@ -120,6 +120,12 @@ class InFlight:
             for task in stuck:
                 self.end(task, draining_error())
 
+    async def finish(self, timeout: float) -> None:
+        """Give the calls of the service that are at work this long to end by themselves."""
+        serving = [task for task, method in self._calls.items() if not method.startswith(_INFRASTRUCTURE)]
+        if serving:
+            await asyncio.wait(serving, timeout=timeout)
+
     async def wait_empty(self, timeout: float) -> bool:
         """Wait until every call's handler, its clean-up included, has ended; False if some remain."""
         if self._calls:
@@ -149,6 +155,8 @@ class Handlers(grpc.GenericRpcHandler):
         self._wrapped: dict[str, Handler] = {}
         self.ready = False
         """Until the service has started, its calls (not those of health) are UNAVAILABLE / STARTING."""
+        self.ending = False
+        """Once the service has drained, its new calls are UNAVAILABLE / DRAINING."""
 
     def add_generic_rpc_handlers(self, handlers: Iterable[grpc.GenericRpcHandler]) -> None:
         """Add a service; called by generated code."""
@@ -185,6 +193,8 @@ class Handlers(grpc.GenericRpcHandler):
                     caller = gate.admit(task, context)
                 if not (self.ready or infrastructure):
                     raise unavailable("STARTING", "the service is starting; the call may be repeated")
+                if self.ending and not infrastructure:
+                    raise draining_error()
                 return await serve(asked, context, caller)
             except BaseException as error:
                 try:

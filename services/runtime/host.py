@@ -184,6 +184,9 @@ class ServiceHost:
         self.context.draining.set()
         in_order = not self._handlers.ready or await self._step("drain", self.service.drain(), grace_s)
         await self._in_flight.end_infrastructure()
+        # gRPC would take no more calls from here on, and whoever asks for the health would be cut off.
+        self._handlers.ending = True
+        await self._in_flight.finish(max(0.0, ends - time.monotonic()))
         remaining = max(0.0, ends - time.monotonic())
         # gRPC returns before the clean-up of the handlers that it cut has run, hence the second line.
         in_order &= await self._step("stop serving", self._server.stop(remaining), remaining + _CLOSE_S)
@@ -243,7 +246,7 @@ class ServiceHost:
                     port = self._server.add_secure_port(str(address), self._tls.credentials())
             except RuntimeError as error:
                 raise AddressError(f"cannot listen on {address}") from error
-            self._addresses.append(address.with_port(port))
+            self._addresses.append(address.with_port(port).for_clients())
         if self.settings.metrics_listen is not None:
             address = parse_address(self.settings.metrics_listen)
             self._metrics_server = MetricsServer(address, self.context.metrics, self.context.discovery, self._tls)

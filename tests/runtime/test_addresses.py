@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from services.runtime import addresses
 from services.runtime.addresses import Address, AddressError, check_free, parse_address
 
 
@@ -121,3 +122,12 @@ def test_a_socket_in_a_missing_directory_is_refused() -> None:
     """gRPC would only say that binding failed."""
     with pytest.raises(AddressError, match="no directory"):
         check_free(Address(path="/no/such/directory/t.sock"))
+
+
+def test_h56_where_ipv6_is_off_all_addresses_are_those_of_ipv4(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gRPC listens for IPv4 on [::] there, and its clients cannot so much as make a socket for it."""
+    assert parse_address("[::]:7").for_clients() == parse_address("[::]:7" if addresses._ipv6_is_on() else "0.0.0.0:7")
+    monkeypatch.setattr(addresses, "_ipv6_is_on", lambda: False)
+    assert parse_address("[::]:7").for_clients() == parse_address("0.0.0.0:7")
+    for other in ("[::1]:7", "127.0.0.1:7", "unix:/s"):
+        assert parse_address(other).for_clients() == parse_address(other)

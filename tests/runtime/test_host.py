@@ -13,6 +13,7 @@ import grpc
 import grpc.aio
 import pytest
 from google.protobuf.wrappers_pb2 import StringValue
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.runtime.clock import Clock
 from services.runtime.config import ServiceSettings
@@ -80,6 +81,34 @@ async def test_h50_calls_at_work_may_finish_within_the_grace() -> None:
         await entered.wait()
         stopping = asyncio.create_task(host.stop())
         await host.context.draining.wait()
+        finish.set()
+        assert (await call).value == "x"
+        assert await stopping is True
+
+
+async def test_h61_health_is_told_while_calls_at_work_use_up_the_grace() -> None:
+    """A probe that is cut off says nothing; new calls are to go elsewhere, or to the next process."""
+    entered, finish = asyncio.Event(), asyncio.Event()
+
+    async def slow(request: StringValue, context: Context) -> StringValue:
+        entered.set()
+        await finish.wait()
+        return request
+
+    host = probe_host(settings=ServiceSettings(grace_s=30), unary=slow)
+    await host.start()
+    async with grpc.aio.insecure_channel(host.target) as channel:
+        call = Caller(channel).unary("x")
+        await entered.wait()
+        stopping = asyncio.create_task(host.stop())
+        while not host._handlers.ending:  # noqa: ASYNC110 - nothing announces the end of the drain
+            await asyncio.sleep(0)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await Caller(channel).unary("y")
+        assert from_rpc_error(caught.value).reason == "DRAINING"
+        health: Any = health_pb2_grpc.HealthStub(channel)
+        answer = await health.Check(health_pb2.HealthCheckRequest())
+        assert answer.status == health_pb2.HealthCheckResponse.NOT_SERVING
         finish.set()
         assert (await call).value == "x"
         assert await stopping is True
