@@ -209,22 +209,19 @@ class Site:
         for member in reversed(self.members.values()):
             member.kill()
 
-    def member(self, workload: str, *more: str, listen: str | None = None, name: str | None = None) -> Member:
+    def member(
+        self, workload: str, *more: str, listen: str = "", name: str = "", replicas: Sequence[str] = ()
+    ) -> Member:
         """Describe a member: a service, or an agent of the manifests; `more` are further flags."""
         name = name or workload
         listen = listen or f"{self.host}:{free_port(self.host)}"
         data_dir = None if workload in AGENTS else self.root / "data" / name
-        made = Member(
-            name,
-            [*self.arguments(workload, listen, data_dir), *more],
-            listen,
-            self.root / f"{name}.log",
-            data_dir,
-        )
+        flags = self.arguments(workload, listen, data_dir, replicas or REPLICAS.get(workload, ()))
+        made = Member(name, [*flags, *more], listen, self.root / f"{name}.log", data_dir)
         self.members[name] = made
         return made
 
-    def arguments(self, workload: str, listen: str, data_dir: Path | None) -> list[str]:
+    def arguments(self, workload: str, listen: str, data_dir: Path | None, replicas: Sequence[str] = ()) -> list[str]:
         """Those of the manifest, with the places of this site."""
         found = []
         for text in arguments(workload):
@@ -251,7 +248,7 @@ class Site:
                 case "--vllm-config":
                     continue  # the reference engine in its place: there is no GPU
                 case "--replica":
-                    found += [f"--replica={replica}" for replica in REPLICAS[workload]]
+                    found += [f"--replica={replica}" for replica in replicas]
                     continue
                 case "--insecure":
                     raise AssertionError("the component tls takes --insecure away")
@@ -313,12 +310,10 @@ class Site:
 
     def register(self) -> None:
         """Make the agents' replicas known to the controller, as the pods' postStart does it."""
-        for name in AGENTS:
-            if name in self.members:
-                done = self.turnout(
-                    "engine", "register", self.run_id, "--agent", self.members[name].target, role=Role.TRAINER
-                )
-                assert done.returncode == 0, done.stderr
+        agents = [member.target for member in self.members.values() if member.data_dir is None]
+        words = [word for target in agents for word in ("--agent", target)]
+        done = self.turnout("engine", "register", self.run_id, *words, role=Role.TRAINER)
+        assert done.returncode == 0, done.stderr
 
     def channel(self, target: str, role: Role = Role.OPERATOR) -> Channel:
         """A channel for plain generated stubs; see `Channel`."""
