@@ -25,6 +25,7 @@ _BENCHES: Final = {
     "buffer": Entry("services.cli.bench_buffer:buffer", "The replay buffer beside a bare server."),
     "engine": Entry("services.cli.bench_engine:engine", "The engine controller beside the engines alone."),
     "scheduler": Entry("services.cli.bench_scheduler:scheduler", "The switch scheduler beside a bare server."),
+    "load": Entry("services.cli.bench_load:load", "The whole deployment under a steady load, for ten minutes."),
     "verl": Entry("services.cli.bench_verl:verl", "verl's own replay buffer beside the adapter's; needs verl."),
     "vllm": Entry("services.cli.bench_vllm:vllm", "A real vLLM behind us beside vLLM alone; needs vLLM."),
 }
