@@ -44,10 +44,12 @@ async def ask_open_loop(calls: list[Call], interval: float, stop: asyncio.Event,
 
     began = time.perf_counter()
     number = 0
-    while not stop.is_set():
+    while True:
         due = began + number * interval / len(calls)
         if (pause := due - time.perf_counter()) > 0:
             await asyncio.sleep(pause)
+        if stop.is_set():
+            break
         task = asyncio.create_task(ask(number % len(calls), number // len(calls), due))
         at_work.add(task)
         task.add_done_callback(at_work.discard)

@@ -424,6 +424,36 @@ async def test_a_claim_that_is_lost_while_its_failure_is_on_its_way_frees_its_sl
     assert worker.stats == WorkerStats(lost=1)
 
 
+async def test_a_claim_that_a_result_ended_is_not_lost_while_its_answer_is_on_its_way(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A renewal that overtakes the answer hears that the claim has ended; the trajectory is settled all the same."""
+    ended = buffer_pb2.ItemOutcome(code=grpc.StatusCode.FAILED_PRECONDITION.value[0], reason="STALE_CLAIM")
+    renewed = threading.Event()
+
+    def renew(request: Any, context: Any) -> buffer_pb2.RenewClaimsResponse:
+        if not service.requests("FinishTrajectories"):
+            return buffer_pb2.RenewClaimsResponse(outcomes=[ALIVE])
+        renewed.set()
+        return buffer_pb2.RenewClaimsResponse(outcomes=[ended])
+
+    def finish(request: Any, context: Any) -> buffer_pb2.FinishTrajectoriesResponse:
+        assert renewed.wait(20)
+        return buffer_pb2.FinishTrajectoriesResponse(outcomes=[ALIVE])
+
+    async def generate(job: Job) -> buffer_pb2.Output:
+        return output()
+
+    with scripted_buffer(1, lease_s=1.5) as service:
+        service.script["RenewClaims"] = renew
+        service.script["FinishTrajectories"] = finish
+        worker = RolloutWorker(WorkerSetup("r1", service.target, options=OPTIONS), generate_fn=generate)
+        async with working(worker):
+            await eventually(lambda: not worker._work and worker.stats != WorkerStats())
+    assert worker.stats == WorkerStats(finished=1)
+    assert "is lost" not in caplog.text
+
+
 async def test_a_cancellation_inside_the_generate_function_is_a_failure(place: Place) -> None:
     """Taken for the end of the worker, it would keep the slot and the claim, and the group would never end."""
     await place.create()

@@ -1,13 +1,15 @@
 """The claims a worker holds, and keeping them.
 
 Invariants: a claim is renewed while any of its trajectories is unsettled and never after; when the buffer says that a
-claim is lost, the work on it is cancelled and nothing more is reported for it.
+claim is lost, the work on it is cancelled and nothing more is reported for it; what is on its way already may be what
+ended the claim, and has until the next renewal to be answered.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -31,12 +33,18 @@ class Held:
     lease_s: float
     tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     lost: bool = False
+    doubted: bool = False
+    """The buffer said once that it is lost, while something was on its way."""
 
 
 class Leases:
     """All claims of a worker; `run` is the loop that renews them."""
 
-    def __init__(self, buffer: AsyncBufferClient, *, run_id: str) -> None:
+    def __init__(
+        self, buffer: AsyncBufferClient, *, run_id: str, is_settling: Callable[[asyncio.Task[None]], bool]
+    ) -> None:
+        """`is_settling` tells whether what a task produced is on its way."""
+        self._is_settling = is_settling
         self._buffer = buffer
         self._run_id = run_id
         self._held: dict[str, Held] = {}
@@ -81,8 +89,12 @@ class Leases:
             return
         for held, outcome in zip(claims, response.outcomes, strict=True):
             error_of_item = item_error(outcome)
-            if error_of_item is not None and held.token.claim_id in self._held:
+            if error_of_item is None:
+                continue
+            lost = [task for task in held.tasks.values() if held.doubted or not self._is_settling(task)]
+            held.doubted = True
+            if lost:
                 _log.warning("claim %s is lost: %s", held.token.claim_id, error_of_item)
                 held.lost = True
-                for task in list(held.tasks.values()):
+                for task in lost:
                     task.cancel()

@@ -98,9 +98,9 @@ class RolloutWorker:
             raise ValueError("with a generate function, rewards and tokens are its own business")
         self._generate_fn: GenerateFn = generate_fn
         self._outbox = Outbox(self._buffer, run_id=setup.run_id, partition=setup.partition)
-        self._leases = Leases(self._buffer, run_id=setup.run_id)
         self._work: dict[asyncio.Task[None], buffer_pb2.TrajectoryFailure] = {}
         self._settling: set[asyncio.Task[None]] = set()
+        self._leases = Leases(self._buffer, run_id=setup.run_id, is_settling=self._settling.__contains__)
         self._fetching: set[asyncio.Future[bytes]] = set()
         self._progress: dict[tuple[str, int], buffer_pb2.TrajectoryProgress] = {}
         self._backoff = Backoff(setup.options.retry, random.Random())
