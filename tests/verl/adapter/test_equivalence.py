@@ -33,6 +33,14 @@ def host() -> Iterator[ServiceHost]:
         yield host
 
 
+@pytest.fixture(autouse=True)
+def _verls_own_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bring back verl's queue afterwards: its trainer, tested next, would look into the last of ours for ever."""
+    from verl.trainer.ppo.v1 import replay_buffer as module
+
+    monkeypatch.setattr(module, "tq", module.tq)
+
+
 def verls_buffer(rules: Rules, queue: FakeQueue, refill_fn: Callable[[int], Any]) -> Any:
     """verl's own buffer over a queue."""
     from verl.trainer.ppo.v1 import replay_buffer as module
@@ -227,3 +235,16 @@ def test_verl_is_wrong_about_finished_groups_without_any_output(host: ServiceHos
         one_group(pair, "g")
         assert pair.verl.get_sampleable_count(1, "train") == 1
         assert pair.index.depth(1, "train") == 0
+
+
+def test_verl_is_wrong_about_groups_whose_metric_nobody_computed(host: ServiceHost) -> None:
+    """It raises in the trainer and ends the job; here the group fails and is replaced, and the worker logs why."""
+    with closing(Pair(host, Rules(None, wait=False, metric="acc", refill=True))) as pair:
+        one_group(pair, "g", 1.0, 0.0)
+        for key in ("g_0_0", "g_1_0"):
+            pair.theirs.fields["train", key] = {"extra_fields": {"reward_extra_info": {}}}
+        with pytest.raises(Exception, match="acc"):
+            pair.verl.get_sampleable_count(1, "train")
+        assert pair.index.depth(1, "train") == 0
+        pair.index.wait(1, "train", 0)
+        assert pair._refilled == [0, 1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -88,9 +89,10 @@ def test_a_sample_gives_keys_and_tags_of_transferqueue_and_clears_the_prompts(ho
 
 def test_what_is_evicted_is_cleared_and_refilled_by_verl_on_the_waiting_thread(host: ServiceHost) -> None:
     """Two evicted, two refilled: verl submits them itself, and its batches come back through `add`."""
-    queue, asked = FakeQueue(), []
+    queue, asked, threads = FakeQueue(), list[int](), set[int]()
 
     def refill(count: int) -> None:
+        threads.add(threading.get_ident())
         asked.append(count)
         for number in range(count):
             rollout.add("train", 5, [f"new-{len(asked)}-{number}"], 1)
@@ -106,6 +108,7 @@ def test_what_is_evicted_is_cleared_and_refilled_by_verl_on_the_waiting_thread(h
         metrics = rollout.index.wait(5, "train", 3)
         ledger = rollout.index.buffer.calls.GetLedger(buffer_pb2.GetLedgerRequest(run_id=RUN, partition="train"))
         assert sum(asked) == 3
+        assert threads == {threading.get_ident()}
         assert (ledger.evicted, ledger.credits_created, ledger.credits_paid) == (3, 3, 3)
         assert metrics["training/off_policy/evicted_samples"] == 2
         assert metrics["training/filter_groups/evicted_samples"] == 1
@@ -171,6 +174,58 @@ def test_a_lost_report_is_found_while_a_wait_lasts(host: ServiceHost) -> None:
             clock.now = moment
             rollout.index.look("train")
             assert rollout.index.depth(1, "train") == depth
+
+
+class OnlyTags(FakeQueue):
+    """Counts looks, and has no payload that it would give."""
+
+    looks = 0
+
+    def kv_list(self, partition_id: str | None = None) -> dict[str, dict[str, Any]]:
+        self.looks += 1
+        return super().kv_list(partition_id)
+
+    def kv_batch_get(self, keys: Any, partition_id: str, select_fields: Any) -> dict[str, Any]:
+        raise AssertionError(f"{select_fields} were read")
+
+
+def test_no_payload_is_read_or_copied(host: ServiceHost) -> None:
+    """TransferQueue holds what verl trains on, once: tags alone make the index, also anew, and give a batch."""
+    queue, rules = OnlyTags(), Rules(max_versions=2, wait=False, metric=None, refill=False)
+    for uid in ("old", "young"):
+        queue.put(uid, "train", {"is_prompt": True, "status": "finished", "global_steps": 3})
+        queue.put(f"{uid}_0_0", "train", tag(3), {"responses": "tensors"})
+    with opened(host, queue, rules) as rollout:
+        rollout.add("train", 3, ["new"], 1)
+        finish(rollout, "new", 1.0)
+        outputs = [
+            output
+            for group in rollout.index._groups("train")
+            for trajectory in group.trajectories
+            for output in trajectory.outputs
+        ]
+        assert len(outputs) == 3
+        assert not any(output.HasField("payload") for output in outputs)
+        uids, _ = rollout.index.sample(3, "train", 3)
+        assert rollout.index.materialize("train", uids)[0] == ["old_0_0", "young_0_0", "new_0_0"]
+
+
+def test_a_wait_ends_by_the_workers_report_and_nobody_looks_meanwhile(host: ServiceHost) -> None:
+    """verl reads all tags every two seconds: a step that is ready waits for the next look, and each costs more the more
+    groups there are."""
+    queue, parked = OnlyTags(), threading.Event()
+    with opened(host, queue, Rules(max_versions=2, wait=False, metric=None, refill=False)) as rollout:
+        rollout.add("train", 1, ["a"], 1)
+        rollout.start("train", "a")
+        rollout.session("train", "a", 0, [1.0])
+        rollout.index.look = lambda _: parked.set()  # type: ignore[method-assign]
+        looks = queue.looks
+        waiting = threading.Thread(target=rollout.index.wait, args=(1, "train", 1))
+        waiting.start()
+        parked.wait()
+        rollout.end("train", "a", "finished")
+        waiting.join()
+        assert queue.looks == looks
 
 
 def test_validation_is_neither_filtered_nor_dropped(host: ServiceHost) -> None:
