@@ -76,15 +76,15 @@ class MetricsPlace:
     While it is away the last that it told counts: a target that leaves the list raises no alarm.
     """
 
-    def __init__(self, channel: grpc.aio.Channel, target: str) -> None:
-        """`channel` reaches it as `target`."""
+    def __init__(self, channel: Callable[[], grpc.aio.Channel], target: str) -> None:
+        """`channel` reaches it as `target`; it may be another one each time."""
         self._channel = channel
         self._target = target
         self._last: str | None = None
 
     async def url(self) -> str | None:
         """The place, for others than itself, as http://HOST:PORT or https://; None if it never said."""
-        stub: Any = health_pb2_grpc.HealthStub(self._channel)
+        stub: Any = health_pb2_grpc.HealthStub(self._channel())
         call = stub.Check(health_pb2.HealthCheckRequest(), timeout=ASK_S)
         try:
             await call

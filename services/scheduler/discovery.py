@@ -31,4 +31,4 @@ class Peers:
         return [ScrapeTarget(url, {"service": service}) for service, url in found if url is not None]
 
     def _place(self, target: str) -> MetricsPlace:
-        return MetricsPlace(self._links.get("target", target).control, target)
+        return MetricsPlace(lambda: self._links.get("target", target).control, target)

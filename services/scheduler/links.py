@@ -6,11 +6,12 @@ sockets are reached directly, whatever proxy the environment names.
 
 from __future__ import annotations
 
+import asyncio
 import os
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import grpc
 import grpc.aio
@@ -19,6 +20,9 @@ from services.runtime.errors import Code, TurnoutError, invalid_argument, unavai
 from services.runtime.peers import Dialer
 from services.runtime.statuses import from_rpc_error
 from turnout.channels import proxy_variable
+
+_LAST_CALLS_S: Final = 5.0
+"""Wall seconds for reads that nobody's run needs any more, such as that of a list of metrics, before they are cut."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +42,8 @@ class Links:
     def __init__(self, dialer: Dialer) -> None:
         self._dialer = dialer
         self._links: dict[str, Link] = {}
-        self._channels: list[grpc.aio.Channel] = []
+        self._channels: dict[str, tuple[grpc.aio.Channel, ...]] = {}
+        self._closing: set[asyncio.Task[None]] = set()
 
     def get(self, field: str, target: str) -> Link:
         """The link to `target`. An empty target is INVALID_ARGUMENT naming `field`."""
@@ -46,16 +51,23 @@ class Links:
             raise invalid_argument(field, f"{field} must not be empty", value=target)
         if target not in self._links:
             control, parked = (self._dialer.open(target) for _ in range(2))
-            self._channels += (control.channel, parked.channel)
+            self._channels[target] = (control.channel, parked.channel)
             self._links[target] = Link(control.stubs, parked.stubs)
         return self._links[target]
 
+    def keep(self, targets: Collection[str]) -> None:
+        """Let go of all but those to `targets`: an OpenRun may name anything, and a connection tries for ever."""
+        for target in self._links.keys() - set(targets):
+            del self._links[target]
+            for channel in self._channels.pop(target):
+                task = asyncio.get_running_loop().create_task(channel.close(_LAST_CALLS_S))
+                self._closing.add(task)
+                task.add_done_callback(self._closing.discard)
+
     async def close(self) -> None:
         """Close them all."""
-        for channel in self._channels:
-            await channel.close()
-        self._channels.clear()
-        self._links.clear()
+        self.keep(())
+        await asyncio.gather(*self._closing)
 
 
 @asynccontextmanager

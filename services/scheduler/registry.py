@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -66,6 +66,8 @@ class Registry:
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         """Held by the tasks that use them, so ids that nobody opens leave none behind."""
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._opening: Counter[str] = Counter()
+        """Targets that the runs being opened name."""
         self._suspended: TurnoutError | None = None
         """What every call ends with while what is stored is read again."""
 
@@ -110,9 +112,7 @@ class Registry:
         self._check()
         require_id("run_id", opening.run_id)
         configs.check(opening.config, self._create)
-        self._links.get("buffer_target", opening.buffer_target)
-        self._links.get("engine_target", opening.engine_target)
-        return await self._owned(opening.run_id, lambda: self._open(opening))
+        return await self._owned(opening.run_id, lambda: self._connected(opening))
 
     async def _owned(self, run_id: str, work: Callable[[], Awaitable[T]]) -> T:
         """The result of `work`, done in a task of its own, one at a time per run."""
@@ -134,6 +134,24 @@ class Registry:
         if not task.cancelled():
             # The caller may be gone; an error that nobody reads must not be reported as lost.
             task.exception()
+
+    async def _connected(self, opening: Opening) -> OpenRunResponse:
+        """Open the run; no connection stays that no run uses."""
+        named = (opening.buffer_target, opening.engine_target)
+        self._opening.update(named)
+        try:
+            return await self._open(opening)
+        finally:
+            self._opening.subtract(named)
+            self._drop_links()
+
+    def _drop_links(self) -> None:
+        self._opening = +self._opening
+        used = set(self._opening)
+        for entry in self._entries.values():
+            if entry.hosted.run.is_open:
+                used |= {entry.hosted.buffer.target, entry.hosted.engine.target}
+        self._links.keep(used)
 
     async def _open(self, opening: Opening) -> OpenRunResponse:
         entry = self._entries.get(opening.run_id)
@@ -166,7 +184,7 @@ class Registry:
         entry = _Entry(hosted, TrainerCalls(hosted, self.checkpoints), observer, opening, answer)
         self._entries[opening.run_id] = entry
         self._entries.move_to_end(opening.run_id)
-        if hosted.run.is_open:
+        if hosted.run.is_open and not hosted.run.closing:
             observer.start()
         return entry
 
@@ -183,7 +201,9 @@ class Registry:
         self._metrics.keep(self._entries)
         for entry in self._entries.values():
             hosted, undertaking = entry.hosted, entry.hosted.undertaking
-            if undertaking is None or not hosted.run.is_open or undertaking.key not in hosted.run.order.expected():
+            if undertaking is None or not hosted.run.is_open or hosted.fenced is not None:
+                continue
+            if undertaking.key not in hosted.run.order.expected():
                 continue
             # A wait alone is taken up when its trainer repeats the call: nobody would hear its refills before.
             if undertaking.began or hosted.run.modes.in_between:
@@ -219,7 +239,9 @@ class Registry:
         if not run.is_open:
             await entry.hosted.durable()
             return
+        run.closing = True
         await self._end(entry)
+        await entry.hosted.durable()
         if not engines_gone:
             # The next run that holds these GPUs must find no engine of this one awake.
             await lending.ensure_trainer(entry.hosted)
@@ -234,6 +256,7 @@ class Registry:
             self.checkpoints.forget(forgotten)
             self._tools.keeping.forget(forgotten)
         await entry.hosted.durable()
+        self._drop_links()
 
     async def _end(self, entry: _Entry) -> None:
         # A call that came between the end of the others and the closing would begin a wait that nobody ends.
@@ -257,7 +280,8 @@ class Registry:
             entry.renewal = self._begin(hosted.buffer.renew_epoch(hosted.run.epoch))
             refused = None if before is None or before.cancelled() else before.exception()
             # A buffer that restarts renews its leases by itself; the heartbeat of the trainer counts all the same.
-            if isinstance(refused, TurnoutError) and refused.code not in (Code.UNAVAILABLE, Code.UNIMPLEMENTED):
+            passes = isinstance(refused, TurnoutError) and refused.code in (Code.UNAVAILABLE, Code.UNIMPLEMENTED)
+            if refused is not None and not passes:
                 raise refused
         return hosted.run.lease.left_s(now) * self._tools.clock.scale
 

@@ -21,12 +21,20 @@ _Trajectory: TypeAlias = tuple[int, int]
 """Position in its group, and attempt."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """A turn that runs, in tokens."""
+
+    prompt: int
+    output: int
+
+
 @dataclass(slots=True)
 class _Turns:
-    """ended: tokens of the turns that are over; present: tokens of those that run, by the engine's id."""
+    """ended: tokens of the turns that are over; present: those that run, by the engine's id."""
 
     ended: int = 0
-    present: dict[str, int] = field(default_factory=dict)
+    present: dict[str, _Request] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -52,7 +60,7 @@ class Turns:
     def read(self, requests: Iterable[engine_pb2.RequestProgress]) -> None:
         """Take in all requests that run now."""
         self._reading = True
-        running: dict[tuple[str, int, int], dict[str, int]] = {}
+        running: dict[tuple[str, int, int], dict[str, _Request]] = {}
         late: set[str] = set()
         for request in requests:
             key = request.join_key
@@ -60,7 +68,7 @@ class Turns:
                 late.add(key.group_id)
                 continue
             present = running.setdefault((key.group_id, key.trajectory, key.attempt), {})
-            present[request.engine_request_id] = request.output_tokens
+            present[request.engine_request_id] = _Request(request.prompt_tokens, request.output_tokens)
         self._gone = late
         for (group, trajectory, attempt), present in running.items():
             members = self._groups.setdefault(group, _Group()).members
@@ -90,7 +98,7 @@ class Turns:
             for index, attempt in latest.items():
                 if index not in group.settled and (name, index, attempt) not in self._running:
                     turns = group.members[index, attempt]
-                    yield name, index, turns.ended + sum(turns.present.values())
+                    yield name, index, turns.ended + sum(turn.output for turn in turns.present.values())
 
     def knows(self, group_id: str, index: int) -> bool:
         """Whether a request of the trajectory was ever seen."""
@@ -109,14 +117,19 @@ class Turns:
             self._gone.add(group_id)
 
 
-def _ended(before: dict[str, int], now: dict[str, int]) -> int:
+def _ended(before: dict[str, _Request], now: dict[str, _Request]) -> int:
     """Tokens of the requests that ended between two readings in both of which the trajectory ran."""
-    new = sorted((tokens for name, tokens in now.items() if name not in before), reverse=True)
+    new = sorted((turn for name, turn in now.items() if name not in before), key=_output, reverse=True)
     ended = 0
-    for tokens in sorted((tokens for name, tokens in before.items() if name not in now), reverse=True):
-        if new and new[0] >= tokens:
-            # It goes on under another id, on another replica.
-            new.pop(0)
+    for turn in sorted((turn for name, turn in before.items() if name not in now), key=_output, reverse=True):
+        # It may go on under another id, on another replica. A turn that follows has this one's output in its prompt.
+        again = next((one for one in new if one.prompt == turn.prompt and one.output >= turn.output), None)
+        if again is None:
+            ended += turn.output
         else:
-            ended += tokens
+            new.remove(again)
     return ended
+
+
+def _output(turn: _Request) -> int:
+    return turn.output

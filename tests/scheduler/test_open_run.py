@@ -9,7 +9,9 @@ import pytest
 from services.runtime.clock import ManualClock
 from services.runtime.errors import Code, failed_precondition, unavailable
 from services.runtime.statuses import from_rpc_error
+from services.scheduler.buffer_peer import BufferPeer
 from services.scheduler.observer import Observer
+from services.scheduler.service import SchedulerService
 from tests.scheduler.fakes import FakeEngine, host_engine
 from tests.scheduler.world import Trainer, World, error_of, rest_of, run_config, wall, world
 from turnout.buffer.v1 import buffer_pb2
@@ -125,6 +127,52 @@ async def test_heartbeats_renew_the_sample_leases_of_the_epoch() -> None:
                 except grpc.aio.AioRpcError as error:
                     reason = from_rpc_error(error).reason
         assert reason == "STALE_EPOCH"
+
+
+async def test_a_renewal_that_fails_for_no_reason_of_ours_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The leases of a trainer ran out, its groups went to others, and no line of any log said why."""
+
+    async def broken(self: BufferPeer, epoch: int) -> None:
+        raise RuntimeError("a slip of the pen")
+
+    monkeypatch.setattr(BufferPeer, "renew_epoch", broken)
+    async with world(time_scale=0.01) as w:
+        trainer = await w.trainer()
+
+        async def beat() -> None:
+            while True:
+                await trainer.heartbeat()
+
+        async with asyncio.timeout(20):
+            assert (await error_of(beat())).code is Code.INTERNAL
+
+
+def connections(w: World) -> set[str]:
+    """Targets to which the scheduler has a connection."""
+    service = w.host.service
+    assert isinstance(service, SchedulerService)
+    return set(service._links._links)
+
+
+async def test_only_open_runs_have_connections() -> None:
+    """Each OpenRun with a slip in a target left one behind that tried to connect for ever."""
+    async with world() as w:
+        ours = {w.buffer_host.target, w.engine_host.target}
+        trainer = await w.trainer()
+        for number in range(1, 4):
+            slip = w.open(run_id=f"slip-{number}", engine_target=f"127.0.0.1:{number}")
+            assert (await error_of(slip)).reason in ("ENGINE_UNREACHABLE", "RUN_NOT_FOUND")
+            assert connections(w) == ours
+        gate = w.buffer.script.gates["GetRun"] = asyncio.Event()
+        opening = asyncio.ensure_future(w.open(run_id="slow", buffer_target=w.buffer_host.target))
+        await w.buffer.script.arrived["GetRun"].wait()
+        await w.stub.CloseRun(pb.CloseRunRequest(run_id="run", epoch=trainer.epoch, reason="done"))
+        assert connections(w) == ours, "another run is being opened over them"
+        gate.set()
+        await error_of(opening)
+        assert connections(w) == set()
+        await w.trainer(resume=KEEP)
+        assert connections(w) == ours
 
 
 async def test_a_heartbeat_does_not_wait_for_the_buffer() -> None:

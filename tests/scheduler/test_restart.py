@@ -134,6 +134,23 @@ async def test_closed_runs_stay_closed_and_hold_nothing(tmp_path: Path) -> None:
         assert again.epoch == trainer.epoch + 1
 
 
+async def test_a_run_whose_closing_failed_takes_no_other_call_after_a_restart(tmp_path: Path) -> None:
+    """Its trainer is gone; a call that it sent before would be let in, and begin a step that nobody ends."""
+    async with world(data_dir=tmp_path, transition_attempts=1) as w:
+        trainer = await w.trainer()
+        w.engine.stubborn.add("hybrid-0")
+        close = pb.CloseRunRequest(run_id="run", epoch=trainer.epoch, reason="done")
+        assert (await error_of(w.stub.CloseRun(close))).reason == "RECLAIM_FAILED"
+        await w.restart()
+        assert (await trainer.run()).open
+        assert (await error_of(trainer.begin(1))).reason == "RUN_CLOSED"
+        w.engine.stubborn.clear()
+        await w.stub.CloseRun(close)
+        assert not (await trainer.run()).open
+        again = await w.trainer(resume=pb.Resume(resume_step=0))
+        await again.begin(1)
+
+
 async def test_the_trainer_is_not_told_it_has_its_gpus_until_they_were_seen_again(tmp_path: Path) -> None:
     """Engines may have woken while the scheduler was away; what it knew of them before is no confirmation."""
     async with world(data_dir=tmp_path) as w:

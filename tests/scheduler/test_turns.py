@@ -13,9 +13,13 @@ from tests.scheduler.policies.drive import configured
 from turnout.engine.v1 import engine_pb2
 
 
-def running(name: str, tokens: int, trajectory: int = 0, attempt: int = 1) -> engine_pb2.RequestProgress:
+def running(
+    name: str, tokens: int, trajectory: int = 0, attempt: int = 1, *, prompt: int = 100
+) -> engine_pb2.RequestProgress:
     key = engine_pb2.JoinKey(partition="train", group_id="g", trajectory=trajectory, attempt=attempt)
-    return engine_pb2.RequestProgress(join_key=key, engine_request_id=name, replica_id="r", output_tokens=tokens)
+    return engine_pb2.RequestProgress(
+        join_key=key, engine_request_id=name, replica_id="r", prompt_tokens=prompt, output_tokens=tokens
+    )
 
 
 def seen(turns: Turns, *requests: engine_pb2.RequestProgress) -> list[int]:
@@ -68,6 +72,15 @@ def test_a_request_that_goes_on_elsewhere_is_no_new_turn() -> None:
     assert seen(turns, running("a", 900)) == [900]
     assert seen(turns, running("", 900)) == [900], "parked"
     assert seen(turns, running("b", 950)) == [950]
+
+
+def test_a_second_turn_that_is_longer_than_the_first_is_a_turn_of_its_own() -> None:
+    """Within one interval it had decoded more, was taken for the first gone elsewhere, and hid what that had made."""
+    turns = Turns()
+    assert seen(turns, running("t1", 30)) == [30]
+    assert seen(turns, running("t2", 50, prompt=140)) == [80]
+    assert seen(turns, running("t2-elsewhere", 60, prompt=140)) == [90]
+    assert seen(turns, running("t3", 70, prompt=230)) == [160]
 
 
 def test_requests_of_one_trajectory_at_a_time_do_not_count_each_other() -> None:

@@ -45,7 +45,7 @@ class Agent:
         self._control, self._data = dialer.open(target), dialer.open(target)
         self.control = engine_pb2_grpc.EngineControllerStub(self._control.stubs)
         self.data = engine_pb2_grpc.EngineControllerStub(self._data.stubs)
-        self.metrics = MetricsPlace(self._control.stubs, target)
+        self.metrics = MetricsPlace(lambda: self._control.stubs, target)
         # Its type stubs know no asyncio.
         self.health: Any = health_pb2_grpc.HealthStub(self._control.stubs)
         self._reading: asyncio.Future[pb.ProgressReport] | None = None

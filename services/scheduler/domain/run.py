@@ -86,6 +86,8 @@ class Run:
         self.config = config
         self.epoch = 0
         self.is_open = False
+        self.closing = False
+        """Whether its trainer said that it ends, so that nothing but that may come; it is open until it has."""
         self.resumed = False
         """Whether the trainer resumed: engines that no update has reached since may hold newer weights than its own."""
         self.opened_wall = moment.wall
@@ -140,6 +142,7 @@ class Run:
             self.abandoned(self.lends.open, "a new trainer took the run over", moment)
         self.epoch = epoch
         self.is_open = True
+        self.closing = False
         self.resumed = resume is not None
         self.opened_wall = moment.wall
         step = 0 if resume is None else resume.step
@@ -157,7 +160,7 @@ class Run:
 
     def close(self, reason: str, moment: Moment) -> None:
         """The run ends. GPUs were taken back before."""
-        self.is_open = False
+        self.is_open = self.closing = False
         self.record(events.RunClosed(reason), moment)
 
     def begin_lease(self, moment: Moment) -> None:

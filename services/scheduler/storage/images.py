@@ -36,6 +36,7 @@ def state_of(hosted: HostedRun) -> st.RunState:
     return st.RunState(
         epoch=run.epoch,
         open=run.is_open,
+        closing=run.closing,
         resumed=run.resumed,
         opened_wall=run.opened_wall,
         origin_at=run.origin,
@@ -138,6 +139,7 @@ def restore_run(run: Run, state: st.RunState, places: st.Places) -> None:
     """Let a new run be where `state` says. Events, answers and lends that are over are put back apart."""
     run.epoch = state.epoch
     run.is_open = state.open
+    run.closing = state.closing
     run.resumed = state.resumed
     run.opened_wall = state.opened_wall
     run.origin = state.origin_at

@@ -55,6 +55,8 @@ def _restored(
     hosted.following = following_from(loaded.following)
     if state.HasField("undertaking"):
         hosted.undertaking = undertaking_from(state.undertaking)
+    if run.closing:
+        hosted.fence(hosted.closed())
     if run.is_open:
         tools.holdings.claim(run.run_id, held_from(loaded.places))
     if not hosted.answered:

@@ -305,6 +305,7 @@ class RunState(google.protobuf.message.Message):
     WAIT_SECONDS_FIELD_NUMBER: builtins.int
     RECLAIM_SECONDS_FIELD_NUMBER: builtins.int
     UNDERTAKING_FIELD_NUMBER: builtins.int
+    CLOSING_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     """Epoch granted last."""
     open: builtins.bool
@@ -347,6 +348,8 @@ class RunState(google.protobuf.message.Message):
     """Seconds that the step waited with its GPUs lent."""
     reclaim_seconds: builtins.float
     """Seconds that reclaims of the step took."""
+    closing: builtins.bool
+    """Whether its trainer said that the run ends, and its GPUs were not confirmed back since."""
     @property
     def lend(self) -> Global___OpenLend:
         """Lend that is open."""
@@ -391,9 +394,10 @@ class RunState(google.protobuf.message.Message):
         wait_seconds: builtins.float = ...,
         reclaim_seconds: builtins.float | None = ...,
         undertaking: Global___Undertaking | None = ...,
+        closing: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_reclaim_ordered_at", b"_reclaim_ordered_at", "_reclaim_seconds", b"_reclaim_seconds", "_threshold", b"_threshold", "announced_sample", b"announced_sample", "lend", b"lend", "position", b"position", "reclaim_ordered_at", b"reclaim_ordered_at", "reclaim_seconds", b"reclaim_seconds", "threshold", b"threshold", "undertaking", b"undertaking"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_reclaim_ordered_at", b"_reclaim_ordered_at", "_reclaim_seconds", b"_reclaim_seconds", "_threshold", b"_threshold", "announced_sample", b"announced_sample", "announced_step", b"announced_step", "config_json", b"config_json", "epoch", b"epoch", "intent", b"intent", "lend", b"lend", "lends", b"lends", "next_config_json", b"next_config_json", "open", b"open", "opened_wall", b"opened_wall", "origin_at", b"origin_at", "position", b"position", "reclaim_ordered_at", b"reclaim_ordered_at", "reclaim_seconds", b"reclaim_seconds", "reclaims", b"reclaims", "reported", b"reported", "resumed", b"resumed", "served", b"served", "starving", b"starving", "stuck_reason", b"stuck_reason", "threshold", b"threshold", "undertaking", b"undertaking", "unfinished_lend", b"unfinished_lend", "wait_seconds", b"wait_seconds", "waiting_action", b"waiting_action"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_reclaim_ordered_at", b"_reclaim_ordered_at", "_reclaim_seconds", b"_reclaim_seconds", "_threshold", b"_threshold", "announced_sample", b"announced_sample", "announced_step", b"announced_step", "closing", b"closing", "config_json", b"config_json", "epoch", b"epoch", "intent", b"intent", "lend", b"lend", "lends", b"lends", "next_config_json", b"next_config_json", "open", b"open", "opened_wall", b"opened_wall", "origin_at", b"origin_at", "position", b"position", "reclaim_ordered_at", b"reclaim_ordered_at", "reclaim_seconds", b"reclaim_seconds", "reclaims", b"reclaims", "reported", b"reported", "resumed", b"resumed", "served", b"served", "starving", b"starving", "stuck_reason", b"stuck_reason", "threshold", b"threshold", "undertaking", b"undertaking", "unfinished_lend", b"unfinished_lend", "wait_seconds", b"wait_seconds", "waiting_action", b"waiting_action"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_reclaim_ordered_at", b"_reclaim_ordered_at"]) -> typing.Literal["reclaim_ordered_at"] | None: ...
     @typing.overload
