@@ -22,6 +22,7 @@ from services.doctor.machine import check_data_dir, check_files
 from services.doctor.packages import check_shadowing, check_versions, installed
 from services.doctor.replicas import check_replicas
 from services.doctor.targets import Place, check_place
+from services.doctor.tokens import check_token, check_tokens_file
 from services.engine.settings import EngineSettings
 from services.runtime.config import ConfigError, ServiceSettings, load_settings
 from services.runtime.identity import own_version
@@ -81,6 +82,8 @@ def _files(question: Question) -> Iterator[Finding]:
     data_dirs = dict.fromkeys(question.data_dirs)
     pairs: dict[tuple[Path, Path], None] = {}
     authorities: dict[Path, None] = {}
+    tokens_files: dict[Path, None] = {}
+    shown: dict[str, Security] = {}
     for service, kind in SETTINGS.items():
         try:
             # Without a file of its own: the one that TURNOUT_CONFIG names is one service's.
@@ -97,12 +100,19 @@ def _files(question: Question) -> Iterator[Finding]:
         pairs.update(
             {(values[cert], values[key]): None for cert, key in _PAIRS if values.get(cert) and values.get(key)}
         )
+        if settings.tokens_file is not None:
+            tokens_files[settings.tokens_file] = None
+        if values.get("peer_token_file") is not None:
+            shown[str(values["peer_token_file"])] = Security(token_file=values["peer_token_file"])
         authorities.update({Path(values[name]): None for name in _AUTHORITIES if _is_file(values.get(name))})
     try:
         security = Security.from_environment()
     except SecurityError as error:
-        yield problem("certificate", "this command", str(error), "give both, or neither: --cert and --key")
+        yield problem(
+            "certificate", "this command", str(error), "give both of --cert and --key; one token, or its file"
+        )
     else:
+        shown[str(security.token_file or "TURNOUT_TOKEN")] = security
         if security.cert is not None and security.key is not None:
             pairs[Path(security.cert), Path(security.key)] = None
         if _is_file(security.ca):
@@ -112,6 +122,10 @@ def _files(question: Question) -> Iterator[Finding]:
         yield check_pair(cert, key, now)
     for path in authorities:
         yield from check_authorities(path, now)
+    for path in tokens_files:
+        yield check_tokens_file(path)
+    for subject, one in shown.items():
+        yield from check_token(subject, one)
     for data_dir in data_dirs:
         yield from check_data_dir(data_dir)
         yield from check_journal(data_dir)
@@ -137,7 +151,7 @@ async def _engines(scheduler: str, engine: str) -> list[Finding]:
                     found += check_replicas(run.run_id, (await engines.calls.ListReplicas(request)).replicas)
                 except RunNotFound:
                     continue
-        except TurnoutError as error:
+        except (TurnoutError, SecurityError) as error:
             found.append(
                 warning("engines", engine, f"cannot be asked: {error}", "give a token that may read: --token-file")
             )

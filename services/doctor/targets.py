@@ -7,7 +7,7 @@ variable, a name that does not resolve, a port that refuses, one that speaks som
 from __future__ import annotations
 
 import asyncio
-import ssl
+import contextlib
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -18,12 +18,16 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.doctor.finding import Finding, ok, problem, warning
+from services.doctor.handshake import tls_trouble
 from services.runtime.addresses import Address, AddressError, parse_address
 from services.runtime.health import CLOCK, VERSION
 from turnout.channels import Security, SecurityError, channel_options, connect, proxy_variable
 
 ASK_S: Final = 4.0
 """For one step: a local answer takes milliseconds, a lost packet a second or three."""
+
+_GRPC_KINDS: Final = ("dns:", "ipv4:", "ipv6:", "unix-abstract:", "vsock:", "xds:")
+"""Targets that name a resolver of gRPC's."""
 
 _MESSAGE_BYTES: Final = 1 << 16
 
@@ -111,8 +115,10 @@ async def _listens(place: Place) -> bool:
     """Whether a port takes connections. Raises NoAnswerError if that cannot be known."""
     try:
         address = parse_address(place.target)
-    except AddressError:
-        # A target of another kind, such as dns:///name: gRPC's own attempt tells.
+    except AddressError as error:
+        if not place.target.startswith(_GRPC_KINDS):
+            raise NoAnswerError(f"is no target: {error}", "write HOST:PORT or unix:PATH") from None
+        # gRPC's own attempt tells.
         return True
     try:
         async with asyncio.timeout(ASK_S):
@@ -155,7 +161,7 @@ async def ask(target: str) -> Answer:
         try:
             response = await call
         except grpc.aio.AioRpcError as error:
-            raise await _no_answer(target, error) from error
+            raise await _no_answer(target, security, error) from error
         half_s = (time.perf_counter() - begun) / 2
         told = {str(key): str(value) for key, value in await call.trailing_metadata() or ()}
         names = [name for name in FULL_NAMES.values() if await _offers(stub, name)]
@@ -178,29 +184,15 @@ async def _offers(stub: Any, name: str) -> bool:
     return True
 
 
-async def _no_answer(target: str, error: grpc.aio.AioRpcError) -> NoAnswerError:
+async def _no_answer(target: str, security: Security, error: grpc.aio.AioRpcError) -> NoAnswerError:
     if error.code() is grpc.StatusCode.UNIMPLEMENTED:
         return NoAnswerError("a gRPC server of another kind listens there", "stop it, or use another port: --listen")
-    if await _speaks_tls(target):
-        return NoAnswerError("it speaks TLS, and was asked without, or with other authorities", "give --ca")
+    with contextlib.suppress(AddressError):
+        if (trouble := await tls_trouble(parse_address(target), target, security, ASK_S)) is not None:
+            return NoAnswerError(*trouble)
     text = f"something listens there that is none of ours ({error.code().name}: {error.details()})"
     port = target.rpartition(":")[2]
     return NoAnswerError(text, f"see who: ss -ltnp 'sport = :{port}'; stop it, or use another port: --listen")
-
-
-async def _speaks_tls(target: str) -> bool:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    try:
-        address = parse_address(target)
-        if address.path:
-            return False
-        async with asyncio.timeout(ASK_S):
-            writer = (await asyncio.open_connection(address.host, address.port, ssl=context))[1]
-    except (AddressError, OSError, TimeoutError):
-        return False
-    writer.close()
-    return True
 
 
 def judge(place: Place, answer: Answer, own_version: str) -> Iterator[Finding]:

@@ -118,6 +118,10 @@ class TokenFile:
         self._seen = self._state()
         self._tokens: Mapping[str, Token] = read_tokens(self._text(), str(path))
 
+    def __len__(self) -> int:
+        """How many tokens are in force."""
+        return len(self._tokens)
+
     def find(self, token: str) -> Token | None:
         """Return what a token allows; None if there is no such token."""
         if len(token) > _LONGEST:

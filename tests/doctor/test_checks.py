@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import shutil
 import socket
@@ -20,10 +21,14 @@ from services.doctor.finding import Finding, Verdict, ok, problem
 from services.doctor.packages import check_shadowing, check_versions, installed
 from services.doctor.replicas import check_replicas
 from services.doctor.targets import FULL_NAMES, Answer, Place, check_place, judge
+from services.doctor.tokens import check_token, check_tokens_file
 from services.runtime.config import ServiceSettings
+from services.runtime.tokens import make_token
 from tests.client.real import real_buffer
 from tests.runtime.certificates import Authority
 from tests.runtime.helpers import probe_host
+from tests.security.houses import Tokens
+from turnout.channels import Security
 from turnout.engine.v1 import engine_pb2
 
 OWN = "0.1.0"
@@ -199,6 +204,46 @@ def test_authorities_that_expired_or_are_none(tmp_path: Path) -> None:
     assert only(check_authorities(empty, now)).verdict is Verdict.PROBLEM
 
 
+# -------------------------------------------------------------------------------------------------------------- tokens
+
+
+def test_files_of_tokens_that_let_nobody_in_or_everybody(tmp_path: Path) -> None:
+    """An unreadable one ended the command with an error, and one that others may write to is no protection."""
+    path = Tokens(tmp_path / "tokens.yaml").write()
+    path.chmod(0o640)
+    assert check_tokens_file(path).verdict is Verdict.OK
+    path.chmod(0o660)
+    assert only([check_tokens_file(path)]).advice == f"chmod go-w {path}"
+    path.write_text("- {id: x}")
+    assert "tokens.yaml" not in only([check_tokens_file(path)]).text
+    assert "No such file" in only([check_tokens_file(tmp_path / "none.yaml")]).text
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [("", "empty"), ("two words", "characters"), ("some-password", "no token of Turnout"), (None, "No such file")],
+)
+def test_a_token_that_cannot_be_shown(tmp_path: Path, content: str | None, text: str) -> None:
+    """What it says stays out of the answer."""
+    path = tmp_path / "worker.token"
+    if content is not None:
+        path.write_text(content)
+    finding = only(check_token(str(path), Security(token_file=path)))
+    assert text in finding.text
+    assert not content or content not in finding.text
+
+
+def test_a_token_that_everybody_on_the_machine_may_read(tmp_path: Path) -> None:
+    """Made without the umask of the docs, it is good for whoever logs in."""
+    path = tmp_path / "worker.token"
+    path.write_text(make_token("worker", "x" * 43))
+    path.chmod(0o644)
+    assert only(check_token(str(path), Security(token_file=path))).verdict is Verdict.WARNING
+    path.chmod(0o600)
+    assert wrong(check_token(str(path), Security(token_file=path))) == []
+    assert list(check_token("none", Security())) == []
+
+
 # ------------------------------------------------------------------------------------------------------------- targets
 
 
@@ -248,23 +293,60 @@ async def test_a_grpc_server_of_another_kind() -> None:
     assert finding.text == "a gRPC server of another kind answers"
 
 
-async def test_a_service_over_tls_is_reached_with_its_authority_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """UNAVAILABLE is all that a client says who forgot --ca."""
-    authority = Authority(tmp_path)
-    cert, key = authority.issue("server", "127.0.0.1")
-    settings = BufferSettings(listen=["127.0.0.1:0"], tls_cert=cert, tls_key=key, grace_s=1)
+async def _trouble(service: dict[str, Path], monkeypatch: pytest.MonkeyPatch, **caller: object) -> Finding:
+    """What is told about a buffer with these settings to somebody with these TURNOUT_* variables."""
+    for name, value in caller.items():
+        monkeypatch.setenv(f"TURNOUT_{name.upper()}", str(value))
+    settings = BufferSettings.model_validate({"listen": ["127.0.0.1:0"], "grace_s": 1, **service})
     async with build_buffer(settings) as host:
-        place = Place("buffer", host.target, expected=True)
-        finding = only(await look(place))
-        assert (finding.check, finding.text) == (
-            "port",
-            "it speaks TLS, and was asked without, or with other authorities",
-        )
-        assert "--ca" in finding.advice
-        monkeypatch.setenv("TURNOUT_CA", str(authority.ca))
-        assert [one for one in wrong(await look(place)) if one.check != "versions"] == []
+        found = wrong(await look(Place("buffer", host.target, expected=True)))
+    for name in caller:
+        monkeypatch.delenv(f"TURNOUT_{name.upper()}")
+    (finding,) = found or [ok("port", "", "")]
+    return finding
+
+
+async def test_each_way_in_which_tls_fails_is_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """gRPC says UNAVAILABLE for all of them, and an operator tries the other flag."""
+    authority, other = Authority(tmp_path / "own"), Authority(tmp_path / "other")
+    cert, key = authority.issue("server", "127.0.0.1")
+    tls = {"tls_cert": cert, "tls_key": key}
+    plain = await _trouble(tls, monkeypatch)
+    assert plain.text == "it speaks TLS, and was asked without"
+    assert "--ca" in plain.advice
+    stranger = await _trouble(tls, monkeypatch, ca=other.ca)
+    assert stranger.text.startswith("its certificate is refused: ")
+    assert "authority that signed it" in stranger.advice
+    name = await _trouble(tls, monkeypatch, ca=authority.ca, server_name="trainer-0")
+    assert "trainer-0" in name.text
+    assert "--server-name" in name.advice
+    open_port = await _trouble({}, monkeypatch, ca=authority.ca)
+    assert open_port.text == "it does not speak TLS, and was asked to"
+    mutual = {**tls, "tls_client_ca": authority.ca}
+    nobody = await _trouble(mutual, monkeypatch, ca=authority.ca)
+    assert "wants a certificate" in nobody.text
+    assert "--cert and --key" in nobody.advice
+    cert, key = other.issue("worker", "worker-0")
+    wrong_one = await _trouble(mutual, monkeypatch, ca=authority.ca, cert=cert, key=key)
+    assert "refuses our certificate" in wrong_one.text
+    cert, key = authority.issue("worker", "worker-0")
+    assert (await _trouble(mutual, monkeypatch, ca=authority.ca, cert=cert, key=key)).verdict is Verdict.OK
+
+
+async def test_a_certificate_that_ran_out_at_the_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The files on this machine are good: it is the other one's that has to be renewed."""
+    authority = Authority(tmp_path)
+    past = datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=1)
+    cert, key = authority.issue("server", "127.0.0.1", not_after=past)
+    finding = await _trouble({"tls_cert": cert, "tls_key": key}, monkeypatch, ca=authority.ca)
+    assert finding.text == "its certificate is refused: certificate has expired"
+    assert finding.advice.startswith("renew it there")
+
+
+@pytest.mark.parametrize("target", ["localhost", "", "node:99999", "http://node:50051"])
+async def test_what_is_no_target_is_called_that(target: str) -> None:
+    """Something was said to listen on port `localhost`, with advice to look for it by `ss`."""
+    assert only(await look(Place("", target, expected=True))).text.startswith("is no target: ")
 
 
 @pytest.mark.parametrize("host", ["no-such-host.invalid", "two..dots"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,9 +21,10 @@ class Authority:
         self.ca = self.directory / "ca.pem"
         self._ca.cert_pem.write_to_path(self.ca)
 
-    def issue(self, name: str, *identities: str) -> tuple[Path, Path]:
+    def issue(self, name: str, *identities: str, not_after: datetime.datetime | None = None) -> tuple[Path, Path]:
         """Write a certificate for `identities` and its key; a second one of a name replaces the first."""
-        issued = self._ca.issue_cert(*identities)
+        begins = None if not_after is None else not_after - datetime.timedelta(days=90)
+        issued = self._ca.issue_cert(*identities, not_before=begins, not_after=not_after)
         cert, key = self.directory / f"{name}.pem", self.directory / f"{name}.key"
         for path, blob in (
             (cert, b"".join(pem.bytes() for pem in issued.cert_chain_pems)),
