@@ -151,13 +151,18 @@ class Updating:
         replica_ids: Sequence[str],
         size: int,
         info_json: str,
+        move_index: int,
         frames: AsyncIterator[bytes | int],
         timeout: float,
     ) -> Operation:
-        """Move bytes to replicas of the wave. `frames` are chunks, the last one is their CRC32C as a number."""
+        """Move bytes to replicas of the wave. `frames` are chunks, the last one is their CRC32C as a number.
+
+        `move_index`: which move to them it is within the wave; the last one's number replaces that one.
+        """
         update = self._updates.require_open(update_id)
         update.require_wave(wave_index)
         require_non_negative("size", size)
+        require_non_negative("move_index", move_index)
         require_members(update, replica_ids, "replica_ids")
         wanted = set(replica_ids) & update.wave if replica_ids else update.wave
         slots = [slot for slot in self._fleet.all if slot.replica_id in wanted]
@@ -180,7 +185,7 @@ class Updating:
                         await self._book.durable()
 
                     chunks = feed.chunks(touch, deadline)
-                    work = slot.backend.update_weights(size, info_json, chunks, deadline.timeout)
+                    work = slot.backend.update_weights(size, info_json, chunks, deadline.timeout, move_index)
                     await slot.command(work, deadline)
                     return Result()
             finally:

@@ -652,3 +652,26 @@ def test_save_gives_the_manifest_that_a_resume_starts_from(world: World) -> None
         pass
     opened = world.requests("OpenRun")[-1]
     assert (opened.resume.resume_step, opened.resume.checkpoint_id, opened.take_over) == (4, "ckpt-4", True)
+
+
+def test_each_move_of_a_wave_has_a_number_and_one_that_failed_leaves_its_own(world: World) -> None:
+    """The engine takes a move for the repeat of the one before unless it is told, and puts one of two elsewhere."""
+    fails = failing(grpc.StatusCode.ABORTED, "PARTIAL", operation_id="op-1")
+    world.engine.script["UpdateWeights"] = in_turn(
+        lambda request, context: engine_pb2.UpdateWeightsResponse(),
+        fails,
+        lambda request, context: engine_pb2.UpdateWeightsResponse(),
+    )
+
+    def update_weights(target: WeightTarget) -> None:
+        hooks.move_bytes(target, b"first")
+        if target.weight_version == 1:
+            with pytest.raises(PartialFailure):
+                hooks.move_bytes(target, b"second")
+            hooks.move_bytes(target, b"second")
+
+    hooks = TrainerHooks.open(world.setup(update_weights=update_weights))
+    with hooks:
+        hooks.on_step_end(1)
+        hooks.on_step_end(2)
+    assert [frames[0].header.move_index for frames in world.requests("UpdateWeights")] == [0, 1, 1, 0]

@@ -134,6 +134,7 @@ async def move_weights(
     replica_ids: Sequence[str] = (),
     wave_index: int = 0,
     epoch: int | None = None,
+    move_index: int = 0,
 ) -> pb.UpdateWeightsResponse:
     """Send weights through the controller."""
 
@@ -145,6 +146,7 @@ async def move_weights(
             size=len(weights),
             replica_ids=replica_ids,
             wave_index=wave_index,
+            move_index=move_index,
         )
         yield pb.UpdateWeightsRequest(header=header)
         for start in range(0, len(weights), chunk):

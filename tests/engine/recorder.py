@@ -113,8 +113,12 @@ class Recorder:
             "start_weight_update", lambda: self.engine.start_weight_update(update_id, version, adapter, timeout)
         )
 
-    async def update_weights(self, size: int, info_json: str, chunks: AsyncIterator[bytes], timeout: float) -> None:
-        await self._do("update_weights", lambda: self.engine.update_weights(size, info_json, chunks, timeout))
+    async def update_weights(
+        self, size: int, info_json: str, chunks: AsyncIterator[bytes], timeout: float, move_index: int = 0
+    ) -> None:
+        await self._do(
+            "update_weights", lambda: self.engine.update_weights(size, info_json, chunks, timeout, move_index)
+        )
 
     async def finish_weight_update(self, checksum: str, timeout: float) -> None:
         await self._do("finish_weight_update", lambda: self.engine.finish_weight_update(checksum, timeout))

@@ -375,9 +375,34 @@ async def test_weights_may_come_in_buckets() -> None:
     async with recorded("s0:standalone") as (engine, _):
         begun = await begin(engine)
         await move_weights(engine, begun.update_id, b"first")
-        await move_weights(engine, begun.update_id, b"second")
+        await move_weights(engine, begun.update_id, b"second", move_index=1)
         right = f"{google_crc32c.value(b'firstsecond'):08x}"
         assert (await commit(engine, begun.update_id, "s0", s0=right)).complete
+
+
+async def test_a_move_whose_answer_was_lost_is_replaced_by_its_repeat() -> None:
+    """It went behind the first one: the engine held both, was too small for them, or had another checksum."""
+    async with recorded("s0:standalone") as (engine, _):
+        begun = await begin(engine)
+        for repeats in range(2):
+            await move_weights(engine, begun.update_id, b"first")
+            for _ in range(repeats + 1):
+                await move_weights(engine, begun.update_id, b"second", move_index=1)
+        right = f"{google_crc32c.value(b'firstsecond'):08x}"
+        assert (await commit(engine, begun.update_id, "s0", s0=right)).complete
+
+
+async def test_a_move_that_is_missing_is_told_from_one_that_comes() -> None:
+    """A trainer that counts wrongly would leave a hole in the weights."""
+    async with recorded("s0:standalone") as (engine, _):
+        begun = await begin(engine)
+        outcomes = await partial(
+            engine, move_weights(engine, begun.update_id, b"second", move_index=1), "FAILED_PRECONDITION"
+        )
+        assert outcomes["s0"].reason == "MOVE_OUT_OF_ORDER"
+        await refused(
+            move_weights(engine, begun.update_id, b"x", move_index=-1), "INVALID_ARGUMENT", "INVALID_ARGUMENT"
+        )
 
 
 async def test_a_resumed_trainer_may_go_back_to_older_weights() -> None:

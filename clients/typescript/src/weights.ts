@@ -70,7 +70,7 @@ export async function install(engine: Link, target: Target, weightsOf: WeightsOf
 }
 
 function* frames({ runId, epoch }: Target, updateId: string, weights: Uint8Array): Generator<UpdateWeightsRequest> {
-  const header = { runId, epoch, updateId, replicaIds: [], size: BigInt(weights.length), infoJson: "", waveIndex: 0 };
+  const header = { runId, epoch, updateId, replicaIds: [], size: BigInt(weights.length), infoJson: "", waveIndex: 0, moveIndex: 0 };
   yield { frame: { $case: "header", value: header } };
   for (let at = 0; at < weights.length; at += CHUNK_BYTES) {
     yield { frame: { $case: "chunk", value: Buffer.from(weights.subarray(at, at + CHUNK_BYTES)) } };

@@ -271,10 +271,16 @@ class AgentBackend:
             answer = await self._call(self._agent.control.BeginWeightUpdate(request))
         self._update_id = self._open_update = answer.update_id
 
-    async def update_weights(self, size: int, info_json: str, chunks: AsyncIterator[bytes], timeout: float) -> None:
+    async def update_weights(
+        self, size: int, info_json: str, chunks: AsyncIterator[bytes], timeout: float, move_index: int = 0
+    ) -> None:
         async def frames() -> AsyncIterator[pb.UpdateWeightsRequest]:
             header = pb.UpdateWeightsHeader(
-                run_id=self._run_id, update_id=self._update_id, size=size, info_json=info_json
+                run_id=self._run_id,
+                update_id=self._update_id,
+                size=size,
+                info_json=info_json,
+                move_index=move_index,
             )
             yield pb.UpdateWeightsRequest(header=header)
             crc = 0

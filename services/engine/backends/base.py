@@ -155,8 +155,13 @@ class Backend(Protocol):
         """
         ...
 
-    async def update_weights(self, size: int, info_json: str, chunks: AsyncIterator[bytes], timeout: float) -> None:
-        """Write weights. `timeout` bounds the time after the last chunk."""
+    async def update_weights(
+        self, size: int, info_json: str, chunks: AsyncIterator[bytes], timeout: float, move_index: int = 0
+    ) -> None:
+        """Write weights. `timeout` bounds the time after the last chunk.
+
+        `move_index`: which move of this update it is, from 0; the number of one that was made replaces it.
+        """
         ...
 
     async def finish_weight_update(self, checksum: str, timeout: float) -> None:

@@ -286,10 +286,12 @@ class GuardedBackend:
 
         await self._do("start_weight_update", work, timeout)
 
-    async def update_weights(self, size: int, info_json: str, chunks: AsyncIterator[bytes], timeout: float) -> None:
+    async def update_weights(
+        self, size: int, info_json: str, chunks: AsyncIterator[bytes], timeout: float, move_index: int = 0
+    ) -> None:
         # Bytes arrive at the sender's pace; only what the engine does with them has a deadline.
         self._state.check_write()
-        move = await self._movers.receive(size, info_json, chunks)
+        move = await self._movers.receive(size, info_json, chunks, move_index)
 
         async def work() -> None:
             self._state.check_write()

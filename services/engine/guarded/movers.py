@@ -53,8 +53,12 @@ class Move:
     mover: str
     info: dict[str, Any]
     received: Path | None = None
+    index: int = 0
+    """Which move of the transaction it is."""
+    before_crc: int | None = 0
+    """CRC32C of all bytes of the transaction before this move, None if it is not known."""
     joined_crc: int | None = None
-    """CRC32C of all bytes of the transaction up to the end of this move, None if it is not known."""
+    """The same up to its end."""
 
     def close(self) -> None:
         """Remove what was received."""
@@ -71,12 +75,17 @@ class Movers:
         self._spool = spool
         self._in_session = False
         self._initialised = False
-        # Of all bytes that were moved: 0 before the first, None once some came of which it is not known.
+        # Of all bytes that were moved, and of those before each move: 0 before the first, None once some came of which
+        # it is not known.
         self._crc: int | None = 0
+        self._before: list[int | None] = []
         self.moved = False
 
-    async def receive(self, size: int, info_json: str, chunks: AsyncIterator[bytes]) -> Move:
-        """Read one move to its end; INVALID_ARGUMENT if it names what does not exist."""
+    async def receive(self, size: int, info_json: str, chunks: AsyncIterator[bytes], index: int = 0) -> Move:
+        """Read one move to its end; INVALID_ARGUMENT if it names what does not exist.
+
+        `index`: which one it is; engines load tensors by their names, so that one which is made again replaces itself.
+        """
         info = self._read_info(info_json)
         mover = str(info.pop("mover", "file"))
         self._check_info(mover, info, size)
@@ -85,15 +94,16 @@ class Movers:
             raise failed_precondition(
                 "NOT_OFFERED", f"{self._name} was not started for the mover {mover}", replica_id=self._name
             )
+        before = self._crc_before(index)
         if not size:
             async for _ in chunks:
                 pass
             # The worker compares it with the file that it reads.
-            named = info.get("crc32c") if mover == "file" and self._crc == 0 else None
-            return Move(mover, info, joined_crc=int(named, 16) if named else None)
+            named = info.get("crc32c") if mover == "file" and before == 0 else None
+            return Move(mover, info, None, index, before, int(named, 16) if named else None)
         path = Path(tempfile.mkstemp(prefix="turnout-weights-", suffix=".safetensors", dir=self._spool)[1])
-        move = Move(mover, {"path": str(path)}, path)
-        written, crc, joined = 0, 0, self._crc or 0
+        move = Move(mover, {"path": str(path)}, path, index, before)
+        written, crc, joined = 0, 0, before or 0
         try:
             with path.open("wb") as file:  # noqa: ASYNC230 - what takes time is in a thread
                 async for chunk in chunks:
@@ -106,8 +116,14 @@ class Movers:
             move.close()
             raise
         move.info["crc32c"] = f"{crc:08x}"
-        move.joined_crc = None if self._crc is None else joined
+        move.joined_crc = None if before is None else joined
         return move
+
+    def _crc_before(self, index: int) -> int | None:
+        if index < len(self._before):
+            return self._before[index]
+        # Of moves that an earlier controller made, nothing is known here.
+        return self._crc if index == len(self._before) else None
 
     async def move(self, move: Move) -> None:
         """Have the engine take the weights."""
@@ -126,6 +142,8 @@ class Movers:
                     raise
             case _:
                 pass
+        unknown = max(0, move.index - len(self._before))
+        self._before = [*self._before[: move.index], *[None] * unknown, move.before_crc]
         self._crc = move.joined_crc
 
     def check(self, checksum: str) -> None:
@@ -145,7 +163,7 @@ class Movers:
             self._in_session = False
         if calls.WEIGHT_VERSION in self._surface.offers:
             await self._surface.set_version(str(version))
-        self._crc = 0
+        self._crc, self._before = 0, []
 
     async def abandon(self) -> None:
         """No more weights come."""
@@ -154,7 +172,7 @@ class Movers:
             # Nothing can be said of these weights any more; only the engine has to be ready for the next ones.
             with contextlib.suppress(TurnoutError):
                 await self._surface.finish_update()
-        self._crc, self.moved = 0, False
+        self._crc, self._before, self.moved = 0, [], False
 
     async def _open_session(self, init: dict[str, Any]) -> None:
         if not self._initialised:

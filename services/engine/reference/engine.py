@@ -75,7 +75,10 @@ class ReferenceEngine:
         self._update: tuple[int, bool] | None = None
         self._update_id = ""
         self._before_update = self._weights
+        self._begins: list[int] = []
+        """Where each move of the update began."""
         self._written = 0
+        self._begins.clear()
         self.batch = Batch(clock, config.curve, self._version, self._weights is not Weights.INTACT)
 
     # ---------------------------------------------------------------------------------------------------------- state
@@ -216,11 +219,25 @@ class ReferenceEngine:
         self._update = (version, adapter)
         self._before_update = self._weights
         self._written = 0
+        self._begins.clear()
 
-    async def update_weights(self, size: int, info_json: str, chunks: AsyncIterator[bytes], timeout: float) -> None:
+    async def update_weights(
+        self, size: int, info_json: str, chunks: AsyncIterator[bytes], timeout: float, move_index: int = 0
+    ) -> None:
         await self._enter("update_weights")
         self._require_update()
-        # A further move goes behind those before it; one that failed is sent again to where it began.
+        # A further move goes behind those before it; one that is sent again, to where it began.
+        if move_index > len(self._begins):
+            raise failed_precondition(
+                "MOVE_OUT_OF_ORDER",
+                f"{self._spec.replica_id} got {len(self._begins)} moves, and none of number {move_index - 1}",
+                field="move_index",
+                value=move_index,
+                current=len(self._begins),
+            )
+        if move_index < len(self._begins):
+            self._written = self._begins[move_index]
+            del self._begins[move_index:]
         begin = self._written
         if begin + size > self._config.weights_bytes:
             raise out_of_range(
@@ -241,6 +258,7 @@ class ReferenceEngine:
         await self._clock.sleep(self._config.load_seconds * (begin == 0))
         self._require_alive()
         self._written = begin + written
+        self._begins.append(begin)
 
     async def finish_weight_update(self, checksum: str, timeout: float) -> None:
         await self._enter("finish_weight_update")

@@ -78,6 +78,7 @@ class WeightCalls(Calls):
             header.replica_ids,
             header.size,
             header.info_json,
+            header.move_index,
             _frames(request_iterator),
             controller.timeout(None),
         )

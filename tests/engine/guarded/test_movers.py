@@ -44,12 +44,37 @@ async def test_two_moves_have_one_session_and_one_checksum(tmp_path: Path) -> No
     backend = backend_on(surface, str(tmp_path))
     await backend.start_weight_update("u", 3, False, 5)
     await backend.update_weights(len(DATA), "", chunks(DATA), 5)
-    await backend.update_weights(4, "", chunks(b"tail"), 5)
+    await backend.update_weights(4, "", chunks(b"tail"), 5, 1)
     await backend.finish_weight_update(f"{google_crc32c.value(DATA + b'tail'):08x}", 5)
     assert surface.calls.count("start_update") == surface.calls.count("finish_update") == 1
     await backend.start_weight_update("v", 4, False, 5)
     await backend.update_weights(len(DATA), "", chunks(DATA), 5)
     assert surface.calls.count("init_transfer") == 1
+
+
+async def test_a_move_that_is_made_again_counts_once_in_the_checksum(tmp_path: Path) -> None:
+    """Its answer was lost, and the repeat made right weights fail the comparison."""
+    backend = backend_on(FakeSurface(), str(tmp_path))
+    await backend.start_weight_update("u", 3, False, 5)
+    await backend.update_weights(len(DATA), "", chunks(DATA), 5)
+    for _ in range(2):
+        await backend.update_weights(4, "", chunks(b"tail"), 5, 1)
+    await backend.finish_weight_update(f"{google_crc32c.value(DATA + b'tail'):08x}", 5)
+    await backend.start_weight_update("v", 4, False, 5)
+    await backend.update_weights(4, "", chunks(b"tail"), 5)
+    await backend.update_weights(len(DATA), "", chunks(DATA), 5)
+    with pytest.raises(TurnoutError):
+        await backend.finish_weight_update(f"{google_crc32c.value(DATA + b'x'):08x}", 5)
+    await backend.finish_weight_update(f"{google_crc32c.value(DATA):08x}", 5)
+
+
+async def test_moves_that_another_controller_made_leave_the_checksum_unknown(tmp_path: Path) -> None:
+    """They cannot be compared with what the trainer expects, and must not fail for it."""
+    backend = backend_on(FakeSurface(), str(tmp_path))
+    await backend.start_weight_update("u", 3, False, 5)
+    await backend.update_weights(4, "", chunks(b"tail"), 5, 2)
+    await backend.update_weights(4, "", chunks(b"tail"), 5, 3)
+    await backend.finish_weight_update("00000001", 5)
 
 
 @pytest.mark.parametrize(
@@ -66,8 +91,8 @@ async def test_a_checksum_is_compared_with_a_file_whose_own_is_known(moves: list
     """The worker has read exactly that file; of several together, or by other means, nobody knows it."""
     backend = backend_on(FakeSurface())
     await backend.start_weight_update("u", 3, False, 5)
-    for move in moves:
-        await backend.update_weights(0, move, chunks(), 5)
+    for index, move in enumerate(moves):
+        await backend.update_weights(0, move, chunks(), 5, index)
     if refused:
         with pytest.raises(TurnoutError) as caught:
             await backend.finish_weight_update("0000000b", 5)

@@ -140,11 +140,13 @@ class AsyncEngineClient(AsyncClient):
         epoch: int | None = None,
         replica_ids: Sequence[str] = (),
         wave_index: int = 0,
+        move_index: int = 0,
         info_json: str = "",
     ) -> engine_pb2.Operation:
         """Move weights through the controller, in chunks with a checksum. Replicas that failed are in the operation.
 
-        All is sent again if the controller goes away meanwhile.
+        All is sent again if the controller goes away meanwhile. Give the next move to the same replicas of a wave the
+        next `move_index`: one of the last number replaces that move.
         """
         header = engine_pb2.UpdateWeightsHeader(
             run_id=run_id,
@@ -152,6 +154,7 @@ class AsyncEngineClient(AsyncClient):
             update_id=update_id,
             replica_ids=replica_ids,
             wave_index=wave_index,
+            move_index=move_index,
             size=size_of(data),
             info_json=info_json,
         )
@@ -215,6 +218,7 @@ class EngineClient(Client):
         epoch: int | None = None,
         replica_ids: Sequence[str] = (),
         wave_index: int = 0,
+        move_index: int = 0,
         info_json: str = "",
     ) -> engine_pb2.Operation:
         """See AsyncEngineClient."""
@@ -226,6 +230,7 @@ class EngineClient(Client):
                 epoch=epoch,
                 replica_ids=replica_ids,
                 wave_index=wave_index,
+                move_index=move_index,
                 info_json=info_json,
             )
         )

@@ -130,6 +130,8 @@ class WeightUpdates:
         self._staggered = staggered
         self._in_flight = in_flight
         self._unreached: dict[str, set[str]] = {}
+        self._moves: dict[tuple[str, int], int] = {}
+        """How many moves went through the controller, by update and wave."""
 
     async def install_standalone(
         self, update_weights: UpdateWeights, *, version: int, allow_older: bool, patience: float | None
@@ -238,6 +240,7 @@ class WeightUpdates:
             raise
         finally:
             self._unreached.pop(opened.update_id, None)
+            self._moves.clear()
             # Of the whole transaction: each answer counts in those before it.
             reached.tokens_recomputed += commit.tokens_recomputed
             reached.blackout_seconds += commit.blackout.ToMicroseconds() / 1e6
@@ -246,8 +249,11 @@ class WeightUpdates:
     async def move_bytes(self, target: WeightTarget, data: Bytes | Sequence[Bytes], *, info_json: str = "") -> None:
         """Send weights through the controller to a target, in chunks with a checksum; may be called several times.
 
-        Replicas that could not be reached are remembered and not acknowledged at the commit.
+        Replicas that could not be reached are remembered and not acknowledged at the commit. A move that raised is not
+        counted: the next one takes its place.
         """
+        wave = (target.update_id, target.wave_index)
+        move_index = self._moves.get(wave, 0)
         operation = await self._engine.send_weights(
             self._run_id,
             target.update_id,
@@ -255,8 +261,10 @@ class WeightUpdates:
             epoch=self._epoch,
             replica_ids=target.replica_ids,
             wave_index=target.wave_index,
+            move_index=move_index,
             info_json=info_json,
         )
+        self._moves[wave] = move_index + 1
         self._unreached.setdefault(target.update_id, set()).update(_failed(operation))
 
     async def _commit(

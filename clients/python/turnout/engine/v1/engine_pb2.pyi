@@ -2209,6 +2209,7 @@ class UpdateWeightsHeader(google.protobuf.message.Message):
     SIZE_FIELD_NUMBER: builtins.int
     INFO_JSON_FIELD_NUMBER: builtins.int
     WAVE_INDEX_FIELD_NUMBER: builtins.int
+    MOVE_INDEX_FIELD_NUMBER: builtins.int
     run_id: builtins.str
     """The run."""
     epoch: builtins.int
@@ -2223,6 +2224,11 @@ class UpdateWeightsHeader(google.protobuf.message.Message):
     """
     wave_index: builtins.int
     """Wave it is for, from 0. Not the open one: FAILED_PRECONDITION / WAVE_NOT_OPEN."""
+    move_index: builtins.int
+    """Which move to its replicas it is within the wave, from 0, one more after each that was answered OK. The number of the
+    last one again replaces that move, whose answer was lost. A move before it is missing: FAILED_PRECONDITION /
+    MOVE_OUT_OF_ORDER, where the engine can tell. Negative: INVALID_ARGUMENT.
+    """
     @property
     def replica_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Replicas to send to. Empty: the whole wave."""
@@ -2237,9 +2243,10 @@ class UpdateWeightsHeader(google.protobuf.message.Message):
         size: builtins.int = ...,
         info_json: builtins.str = ...,
         wave_index: builtins.int = ...,
+        move_index: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_epoch", b"_epoch", "epoch", b"epoch"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_epoch", b"_epoch", "epoch", b"epoch", "info_json", b"info_json", "replica_ids", b"replica_ids", "run_id", b"run_id", "size", b"size", "update_id", b"update_id", "wave_index", b"wave_index"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_epoch", b"_epoch", "epoch", b"epoch", "info_json", b"info_json", "move_index", b"move_index", "replica_ids", b"replica_ids", "run_id", b"run_id", "size", b"size", "update_id", b"update_id", "wave_index", b"wave_index"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_epoch", b"_epoch"]) -> typing.Literal["epoch"] | None: ...
 
 Global___UpdateWeightsHeader: typing_extensions.TypeAlias = UpdateWeightsHeader

@@ -353,8 +353,9 @@ class EngineControllerServicer(object):
     def UpdateWeights(self, request_iterator, context):
         """UpdateWeights moves weights through the controller: header, chunks of about 1 MiB, end. Trainers that move weights by
         their own means (NCCL, RDMA, files) skip it. Replicas are half-updated from the first byte to the commit. It may be
-        called several times per wave, for example per bucket; after an error or a lost answer the whole move is sent again. OK
-        as long as one replica took all bytes. A frame out of order: INVALID_ARGUMENT / BAD_FRAME.
+        called several times per wave, one after the other, for example per bucket; after an error or a lost answer the whole
+        move is sent again under its move_index. OK as long as one replica took all bytes. A frame out of order:
+        INVALID_ARGUMENT / BAD_FRAME.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -895,8 +895,9 @@ class EngineControllerStub(typing.Generic[_EngineControllerOpenEpochType, _Engin
     UpdateWeights: _EngineControllerUpdateWeightsType
     """UpdateWeights moves weights through the controller: header, chunks of about 1 MiB, end. Trainers that move weights by
     their own means (NCCL, RDMA, files) skip it. Replicas are half-updated from the first byte to the commit. It may be
-    called several times per wave, for example per bucket; after an error or a lost answer the whole move is sent again. OK
-    as long as one replica took all bytes. A frame out of order: INVALID_ARGUMENT / BAD_FRAME.
+    called several times per wave, one after the other, for example per bucket; after an error or a lost answer the whole
+    move is sent again under its move_index. OK as long as one replica took all bytes. A frame out of order:
+    INVALID_ARGUMENT / BAD_FRAME.
     """
 
     CommitWeightUpdate: _EngineControllerCommitWeightUpdateType
@@ -1276,8 +1277,9 @@ class EngineControllerServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[turnout.engine.v1.engine_pb2.UpdateWeightsResponse, collections.abc.Awaitable[turnout.engine.v1.engine_pb2.UpdateWeightsResponse]]:
         """UpdateWeights moves weights through the controller: header, chunks of about 1 MiB, end. Trainers that move weights by
         their own means (NCCL, RDMA, files) skip it. Replicas are half-updated from the first byte to the commit. It may be
-        called several times per wave, for example per bucket; after an error or a lost answer the whole move is sent again. OK
-        as long as one replica took all bytes. A frame out of order: INVALID_ARGUMENT / BAD_FRAME.
+        called several times per wave, one after the other, for example per bucket; after an error or a lost answer the whole
+        move is sent again under its move_index. OK as long as one replica took all bytes. A frame out of order:
+        INVALID_ARGUMENT / BAD_FRAME.
         """
 
     @abc.abstractmethod

@@ -32,7 +32,8 @@ Conventions of this file, which hold for every call:
   * Calls out of order are FAILED_PRECONDITION / OUT_OF_ORDER; the metadata names the calls expected next. EndStep may
     follow any EndSample, or a PrepareStep that ended EXHAUSTED: the data may have run out within a step.
   * A transition that failed: ABORTED / RECLAIM_FAILED, LEND_FAILED or ABORT_LEND_FAILED, with operation_id and mode in the
-    metadata. Repeating the call goes on with what is left.
+    metadata. Repeating the call goes on with what is left. Where a trainer needs its GPUs back, it fails only after the
+    service's --reclaim-patience-s; an engine that is known to have ended can be deregistered meanwhile.
   * `epoch` is the fencing token OpenRun granted: lower is FAILED_PRECONDITION / STALE_EPOCH, higher UNKNOWN_EPOCH.
   * Unknown run: NOT_FOUND / RUN_NOT_FOUND.
   * Domain time is the job's own time. It equals wall time except in tests and demos, where one domain second lasts

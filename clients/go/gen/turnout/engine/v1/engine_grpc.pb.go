@@ -81,8 +81,9 @@ type EngineControllerClient interface {
 	BeginWeightUpdate(ctx context.Context, in *BeginWeightUpdateRequest, opts ...grpc.CallOption) (*BeginWeightUpdateResponse, error)
 	// UpdateWeights moves weights through the controller: header, chunks of about 1 MiB, end. Trainers that move weights by
 	// their own means (NCCL, RDMA, files) skip it. Replicas are half-updated from the first byte to the commit. It may be
-	// called several times per wave, for example per bucket; after an error or a lost answer the whole move is sent again. OK
-	// as long as one replica took all bytes. A frame out of order: INVALID_ARGUMENT / BAD_FRAME.
+	// called several times per wave, one after the other, for example per bucket; after an error or a lost answer the whole
+	// move is sent again under its move_index. OK as long as one replica took all bytes. A frame out of order:
+	// INVALID_ARGUMENT / BAD_FRAME.
 	UpdateWeights(ctx context.Context, opts ...grpc.CallOption) (EngineController_UpdateWeightsClient, error)
 	// CommitWeightUpdate takes the trainer's word per replica, resets prefix, multimodal and encoder caches, stamps the
 	// version and resumes (not a replica that is being lent). With `staggered` it then opens the next wave. Replicas that
@@ -583,8 +584,9 @@ type EngineControllerServer interface {
 	BeginWeightUpdate(context.Context, *BeginWeightUpdateRequest) (*BeginWeightUpdateResponse, error)
 	// UpdateWeights moves weights through the controller: header, chunks of about 1 MiB, end. Trainers that move weights by
 	// their own means (NCCL, RDMA, files) skip it. Replicas are half-updated from the first byte to the commit. It may be
-	// called several times per wave, for example per bucket; after an error or a lost answer the whole move is sent again. OK
-	// as long as one replica took all bytes. A frame out of order: INVALID_ARGUMENT / BAD_FRAME.
+	// called several times per wave, one after the other, for example per bucket; after an error or a lost answer the whole
+	// move is sent again under its move_index. OK as long as one replica took all bytes. A frame out of order:
+	// INVALID_ARGUMENT / BAD_FRAME.
 	UpdateWeights(EngineController_UpdateWeightsServer) error
 	// CommitWeightUpdate takes the trainer's word per replica, resets prefix, multimodal and encoder caches, stamps the
 	// version and resumes (not a replica that is being lent). With `staggered` it then opens the next wave. Replicas that

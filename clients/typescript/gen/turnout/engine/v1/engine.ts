@@ -1458,6 +1458,12 @@ export interface UpdateWeightsHeader {
   infoJson: string;
   /** Wave it is for, from 0. Not the open one: FAILED_PRECONDITION / WAVE_NOT_OPEN. */
   waveIndex: number;
+  /**
+   * Which move to its replicas it is within the wave, from 0, one more after each that was answered OK. The number of the
+   * last one again replaces that move, whose answer was lost. A move before it is missing: FAILED_PRECONDITION /
+   * MOVE_OUT_OF_ORDER, where the engine can tell. Negative: INVALID_ARGUMENT.
+   */
+  moveIndex: number;
 }
 
 /** UpdateWeightsEnd closes a move of weights. */
@@ -8636,7 +8642,16 @@ export const BeginWeightUpdateResponse: MessageFns<BeginWeightUpdateResponse> = 
 };
 
 function createBaseUpdateWeightsHeader(): UpdateWeightsHeader {
-  return { runId: "", epoch: undefined, updateId: "", replicaIds: [], size: 0n, infoJson: "", waveIndex: 0 };
+  return {
+    runId: "",
+    epoch: undefined,
+    updateId: "",
+    replicaIds: [],
+    size: 0n,
+    infoJson: "",
+    waveIndex: 0,
+    moveIndex: 0,
+  };
 }
 
 export const UpdateWeightsHeader: MessageFns<UpdateWeightsHeader> = {
@@ -8667,6 +8682,9 @@ export const UpdateWeightsHeader: MessageFns<UpdateWeightsHeader> = {
     }
     if (message.waveIndex !== 0) {
       writer.uint32(56).int32(message.waveIndex);
+    }
+    if (message.moveIndex !== 0) {
+      writer.uint32(64).int32(message.moveIndex);
     }
     return writer;
   },
@@ -8740,6 +8758,14 @@ export const UpdateWeightsHeader: MessageFns<UpdateWeightsHeader> = {
             message.waveIndex = reader.int32();
             continue;
           }
+          case 8: {
+            if (tag !== 64) {
+              break;
+            }
+
+            message.moveIndex = reader.int32();
+            continue;
+          }
         }
         if ((tag & 7) === 4 || tag === 0) {
           break;
@@ -8781,6 +8807,11 @@ export const UpdateWeightsHeader: MessageFns<UpdateWeightsHeader> = {
         : isSet(object.wave_index)
         ? globalThis.Number(object.wave_index)
         : 0,
+      moveIndex: isSet(object.moveIndex)
+        ? globalThis.Number(object.moveIndex)
+        : isSet(object.move_index)
+        ? globalThis.Number(object.move_index)
+        : 0,
     };
   },
 
@@ -8807,6 +8838,9 @@ export const UpdateWeightsHeader: MessageFns<UpdateWeightsHeader> = {
     if (message.waveIndex !== 0) {
       obj.waveIndex = Math.round(message.waveIndex);
     }
+    if (message.moveIndex !== 0) {
+      obj.moveIndex = Math.round(message.moveIndex);
+    }
     return obj;
   },
 
@@ -8822,6 +8856,7 @@ export const UpdateWeightsHeader: MessageFns<UpdateWeightsHeader> = {
     message.size = (object.size !== undefined && object.size !== null) ? BigInt(object.size) : 0n;
     message.infoJson = object.infoJson ?? "";
     message.waveIndex = object.waveIndex ?? 0;
+    message.moveIndex = object.moveIndex ?? 0;
     return message;
   },
 };
@@ -13489,8 +13524,9 @@ export const EngineControllerService = {
   /**
    * UpdateWeights moves weights through the controller: header, chunks of about 1 MiB, end. Trainers that move weights by
    * their own means (NCCL, RDMA, files) skip it. Replicas are half-updated from the first byte to the commit. It may be
-   * called several times per wave, for example per bucket; after an error or a lost answer the whole move is sent again. OK
-   * as long as one replica took all bytes. A frame out of order: INVALID_ARGUMENT / BAD_FRAME.
+   * called several times per wave, one after the other, for example per bucket; after an error or a lost answer the whole
+   * move is sent again under its move_index. OK as long as one replica took all bytes. A frame out of order:
+   * INVALID_ARGUMENT / BAD_FRAME.
    */
   updateWeights: {
     path: "/turnout.engine.v1.EngineController/UpdateWeights" as const,
@@ -13737,8 +13773,9 @@ export interface EngineControllerServer extends UntypedServiceImplementation {
   /**
    * UpdateWeights moves weights through the controller: header, chunks of about 1 MiB, end. Trainers that move weights by
    * their own means (NCCL, RDMA, files) skip it. Replicas are half-updated from the first byte to the commit. It may be
-   * called several times per wave, for example per bucket; after an error or a lost answer the whole move is sent again. OK
-   * as long as one replica took all bytes. A frame out of order: INVALID_ARGUMENT / BAD_FRAME.
+   * called several times per wave, one after the other, for example per bucket; after an error or a lost answer the whole
+   * move is sent again under its move_index. OK as long as one replica took all bytes. A frame out of order:
+   * INVALID_ARGUMENT / BAD_FRAME.
    */
   updateWeights: handleClientStreamingCall<UpdateWeightsRequest, UpdateWeightsResponse>;
   /**
@@ -14145,8 +14182,9 @@ export interface EngineControllerClient extends Client {
   /**
    * UpdateWeights moves weights through the controller: header, chunks of about 1 MiB, end. Trainers that move weights by
    * their own means (NCCL, RDMA, files) skip it. Replicas are half-updated from the first byte to the commit. It may be
-   * called several times per wave, for example per bucket; after an error or a lost answer the whole move is sent again. OK
-   * as long as one replica took all bytes. A frame out of order: INVALID_ARGUMENT / BAD_FRAME.
+   * called several times per wave, one after the other, for example per bucket; after an error or a lost answer the whole
+   * move is sent again under its move_index. OK as long as one replica took all bytes. A frame out of order:
+   * INVALID_ARGUMENT / BAD_FRAME.
    */
   updateWeights(
     callback: (error: ServiceError | null, response: UpdateWeightsResponse) => void,

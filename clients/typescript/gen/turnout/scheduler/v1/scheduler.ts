@@ -76,7 +76,8 @@ import {
  *   * Calls out of order are FAILED_PRECONDITION / OUT_OF_ORDER; the metadata names the calls expected next. EndStep may
  *     follow any EndSample, or a PrepareStep that ended EXHAUSTED: the data may have run out within a step.
  *   * A transition that failed: ABORTED / RECLAIM_FAILED, LEND_FAILED or ABORT_LEND_FAILED, with operation_id and mode in the
- *     metadata. Repeating the call goes on with what is left.
+ *     metadata. Repeating the call goes on with what is left. Where a trainer needs its GPUs back, it fails only after the
+ *     service's --reclaim-patience-s; an engine that is known to have ended can be deregistered meanwhile.
  *   * `epoch` is the fencing token OpenRun granted: lower is FAILED_PRECONDITION / STALE_EPOCH, higher UNKNOWN_EPOCH.
  *   * Unknown run: NOT_FOUND / RUN_NOT_FOUND.
  *   * Domain time is the job's own time. It equals wall time except in tests and demos, where one domain second lasts
@@ -450,7 +451,8 @@ export interface PrepareStepRequest {
 /** PrepareStepDone is the final event of PrepareStep. */
 export interface PrepareStepDone {
   /**
-   * REACHED: reclaimed at the threshold, or nothing was lent. EXHAUSTED: reclaimed although supply cannot reach it.
+   * REACHED: reclaimed at the threshold, or nothing was lent. EXHAUSTED: reclaimed although supply cannot reach it, or
+   * no replica serves any more (the trainer is to bring weights to those that came back).
    * TIMED_OUT: still lent. HELD: the threshold is reached but a WAIT hold stood until max_wait.
    */
   outcome: WaitOutcome;
