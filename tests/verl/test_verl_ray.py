@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from services.engine.backends.base import EngineProgress, EngineRequest
-from services.engine.backends.verl_ray import VerlBackend
+from services.engine.backends.base import EngineProgress, EngineRequest, ForeignRequest
+from services.engine.backends.verl_ray import GONE, Tally, VerlBackend
 from services.engine.cluster.verl import ENGINE_CALLS, METHODS, VerlSurface
 from services.engine.domain.engine_state import NATIVE_RELEASE
 from services.engine.domain.requests import Finish, JoinKey, Sampling
@@ -267,7 +267,8 @@ async def test_a_stream_that_is_closed_ends_its_request() -> None:
     assert not server.engine.output_processor.request_states
 
 
-async def test_outputs_need_verl_beside_the_controller() -> None:
+async def test_outputs_need_verl_beside_the_controller(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.engine.cluster.verl.importlib.util.find_spec", lambda name: None)
     backend = await backend_of(VerlServer())
     with refused("NOT_OFFERED"):
         async for _ in backend.generate(request()):
@@ -280,9 +281,6 @@ async def test_requests_of_verls_own_clients_are_read_in_the_server() -> None:
     backend = await backend_of(server)
     states = server.engine.output_processor.request_states
 
-    def state(prompt: int, made: int) -> Any:
-        return SimpleNamespace(prompt_len=prompt, detokenizer=SimpleNamespace(output_token_ids=[7] * made))
-
     mine = 'turnout:["train","group_1",2,10,"0f"]'
     # vLLM puts something of its own behind an id.
     states.update({mine: state(13, 4), 'turnout:["train","g",0,0,"1f"]-a1b2': state(3, 0), "another": state(5, 5)})
@@ -294,6 +292,92 @@ async def test_requests_of_verls_own_clients_are_read_in_the_server() -> None:
     del states["another"]
     again = await backend.progress()
     assert (again.running, again.decoded_tokens, again.prefilled_tokens) == (2, 9, 16)
+
+
+def ended(server: VerlServer, request_id: str, name: str, prompt: int, made: int) -> None:
+    """What the adapter's client leaves in a server; `tests/verl/adapter/test_requests.py` holds its own words."""
+    notes = getattr(server, "_turnout_ended", [])
+    server._turnout_ended = [*notes, (len(notes) + 1, name, prompt, made)]  # type: ignore[attr-defined]
+    server.engine.output_processor.request_states.pop(request_id, None)
+
+
+def state(prompt: int, made: int) -> Any:
+    return SimpleNamespace(prompt_len=prompt, detokenizer=SimpleNamespace(output_token_ids=[7] * made))
+
+
+async def test_every_token_is_counted_once_whenever_it_is_read() -> None:
+    """What requests made after the last reading was in no counter, and the speed that `jit` learned was too low."""
+    server = VerlServer()
+    backend = await backend_of(server)
+    states = server.engine.output_processor.request_states
+    seen, late, short = (f'turnout:["train","g",{session},{2 * (session == 1)},"0f"]' for session in range(3))
+    states[f"{seen}-a1b2"] = state(3, 4)
+    states[late] = state(5, 1)
+    progress = await backend.progress()
+    assert (progress.decoded_tokens, progress.prefilled_tokens) == (5, 8)
+    ended(server, f"{seen}-a1b2", seen, 3, 10)
+    ended(server, short, short, 3, 6)
+    del states[late]
+    progress = await backend.progress()
+    assert (progress.decoded_tokens, progress.prefilled_tokens, progress.foreign) == (5 + 6 + 6, 8 + 3, ())
+    # Its note came later than the reading that missed it.
+    ended(server, late, late, 5, 3)
+    for _ in range(2):
+        progress = await backend.progress()
+        assert (progress.decoded_tokens, progress.prefilled_tokens) == (17 + 2, 11)
+
+
+async def test_requests_whose_ends_nobody_tells_are_forgotten_in_time() -> None:
+    """A worker that dies tells of none of its requests, and a run has many of them."""
+    tally = Tally()
+    for number in range(GONE + 10):
+        name = f"lost-{number}"
+        tally.take([ForeignRequest(name, JoinKey("train", "g", 0, 1), 3, 2), RUNNING], [])
+    assert len(tally._made) == GONE + 2
+    assert tally.decoded == 2 * (GONE + 10) + 5
+    tally.take([], [ForeignRequest("lost-10", JoinKey("train", "g", 0, 1), 3, 4)])
+    assert tally.decoded == 2 * (GONE + 10) + 5 + 2
+
+
+RUNNING = ForeignRequest("long", JoinKey("train", "g", 1, 1), 3, 5)
+
+
+async def test_under_full_determinism_requests_are_known_by_a_note() -> None:
+    """The engine has to see verl's own id, which says nothing; without the note `jit` fell back to `verl`."""
+    server = VerlServer()
+    backend = await backend_of(server)
+    mine = 'turnout:["train","g",1,0,"0f"]'
+    server._turnout_names = {"det-5": mine}  # type: ignore[attr-defined]
+    for request_id in ("det-5", "det-5-a1b2"):
+        server.engine.output_processor.request_states = {request_id: state(3, 4), "det-6": state(3, 4)}
+        progress = await backend.progress()
+        assert [(each.join_key, each.output_tokens) for each in progress.foreign] == [(JoinKey("train", "g", 1, 1), 4)]
+        assert (progress.running, progress.decoded_tokens) == (2, 4)
+
+
+async def test_readings_at_the_same_time_are_taken_in_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reading that was overtaken counted backwards: someone looks by hand while the scheduler watches."""
+    server = VerlServer()
+    backend = await backend_of(server)
+    states = server.engine.output_processor.request_states
+    states['turnout:["train","g",0,0,"0f"]'] = state(3, 4)
+    first, go = asyncio.Event(), asyncio.Event()
+    read = VerlSurface.requests
+
+    async def slow(self: VerlSurface, after: int) -> Any:
+        found = await read(self, after)
+        if not first.is_set():
+            first.set()
+            await go.wait()
+        return found
+
+    monkeypatch.setattr(VerlSurface, "requests", slow)
+    overtaken = asyncio.ensure_future(backend.progress())
+    await first.wait()
+    states['turnout:["train","g",0,0,"0f"]'] = state(3, 9)
+    later = asyncio.ensure_future(backend.progress())
+    go.set()
+    assert [(await each).decoded_tokens for each in (overtaken, later)] == [4, 9]
 
 
 async def test_a_request_that_has_not_reached_the_server_yet_is_no_request_less(

@@ -14,24 +14,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.util
-import json
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Final
 
-from services.engine.backends.base import ForeignRequest, engine_dead
+from services.engine.backends.base import engine_dead
 from services.engine.cluster.actors import Actor
-from services.engine.domain.requests import Finish, JoinKey
+from services.engine.cluster.verl_requests import Requests, look_at_requests, read_requests
+from services.engine.domain.requests import Finish
 from services.engine.domain.spec import KV_CACHE, WEIGHTS
 from services.engine.guarded import surface as calls
 from services.engine.guarded.residency import TAGS
 from services.engine.guarded.surface import Draw, Reading, Tokens
 from services.runtime.errors import TurnoutError, aborted, describe, failed_precondition
-
-PREFIX: Final = "turnout:"
-"""Of the request ids that `turnout.integrations.verl` gives."""
-
-FIRST_ATTEMPT: Final = 1
-"""verl's agent loops issue a session once."""
 
 CHECK_S: Final = 0.5
 """Wall seconds for a sign of life; the actor's loop answers while its engine works."""
@@ -106,23 +100,6 @@ def look() -> Callable[[Any], dict[str, Any]]:
         }
 
     return facts
-
-
-def look_at_requests() -> Callable[[Any], list[tuple[str, int, int]]]:
-    """A function that tells id, prompt and output tokens of the requests in a server's engine; -1 if not known."""
-
-    def requests(server: Any) -> list[tuple[str, int, int]]:
-        found = []
-        states = getattr(getattr(getattr(server, "engine", None), "output_processor", None), "request_states", {})
-        for request_id, state in list(states.items()):
-            made = getattr(getattr(state, "detokenizer", None), "output_token_ids", None)
-            if made is None:
-                made = getattr(state, "output_token_ids", None)
-            prompt = getattr(state, "prompt_len", None)
-            found.append((str(request_id), -1 if prompt is None else prompt, -1 if made is None else len(made)))
-        return found
-
-    return requests
 
 
 def write(note: dict[str, Any]) -> Callable[[Any], None]:
@@ -235,11 +212,10 @@ class VerlSurface:
             weight_version=None if facts["steps"] is None else str(facts["steps"]),
         )
 
-    async def requests(self) -> tuple[int, list[ForeignRequest]]:
-        """How many requests are in the engine, and those that say whose they are."""
-        found = await self._call("__ray_call__", look_at_requests())
-        read = (foreign_request(*each) for each in found)
-        return len(found), [request for request in read if request is not None]
+    async def requests(self, after: int) -> Requests:
+        """The requests in the engine, and those that have ended since the note `after`."""
+        found = await self._call("__ray_call__", look_at_requests(), after)
+        return read_requests(found)
 
     # -------------------------------------------------------------------------------------------------------- commands
 
@@ -404,22 +380,6 @@ class VerlSurface:
 
     def _not_offered(self, why: str) -> TurnoutError:
         return failed_precondition("NOT_OFFERED", f"{self.actor.name}: {why}")
-
-
-def foreign_request(request_id: str, prompt: int, made: int) -> ForeignRequest | None:
-    """What the id says that the adapter's client gave: partition, group, session, and tokens made before it, as JSON.
-
-    vLLM may put something of its own behind the id.
-    """
-    start, end = request_id.find(PREFIX), request_id.rfind("]")
-    if start < 0 or prompt < 0 or made < 0:
-        return None
-    try:
-        partition, group, session, before, _ = json.loads(request_id[start + len(PREFIX) : end + 1])
-        key = JoinKey(str(partition), str(group), int(session), FIRST_ATTEMPT)
-        return ForeignRequest(request_id, key, max(0, prompt - int(before)), int(before) + made, int(before))
-    except (ValueError, TypeError):
-        return None
 
 
 def read_output(output: Any, draw: Draw) -> Tokens:

@@ -42,7 +42,7 @@ class Client:
 
         key = REQUEST.get()
         assert key is not None
-        self.ids.append(fresh_id(key))
+        self.ids.append(fresh_id(key, 0))
         if request_id in self.fails:
             raise RuntimeError("the server is gone")
         return SimpleNamespace(token_ids=[7, 7], extra_fields={"min_global_steps": 3, "max_global_steps": 3})
