@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import shutil
 import statistics
 import tempfile
 import threading
@@ -75,16 +74,15 @@ def _transfer_queue() -> Iterator[None]:
     import transfer_queue
     from omegaconf import OmegaConf
 
-    directory = tempfile.mkdtemp(prefix="ray-")
-    # With as few processors as this machine may have, TransferQueue's actors would find no place.
-    ray.init(_temp_dir=directory, num_cpus=8, num_gpus=0, include_dashboard=False, log_to_driver=False)
-    try:
-        transfer_queue.init(OmegaConf.create({"backend": {"SimpleStorage": {"num_data_storage_units": 1}}}))
-        yield
-        transfer_queue.close()
-    finally:
-        ray.shutdown()
-        shutil.rmtree(directory, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as directory:
+        try:
+            # With as few processors as this machine may have, TransferQueue's actors would find no place.
+            ray.init(_temp_dir=directory, num_cpus=8, num_gpus=0, include_dashboard=False, log_to_driver=False)
+            transfer_queue.init(OmegaConf.create({"backend": {"SimpleStorage": {"num_data_storage_units": 1}}}))
+            yield
+            transfer_queue.close()
+        finally:
+            ray.shutdown()
 
 
 def _fill(queue: Any, groups: int, sessions: int) -> None:
