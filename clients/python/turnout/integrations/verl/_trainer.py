@@ -165,14 +165,24 @@ class Trainer(PPOTrainerSeparateAsync):
 
     def fit(self, agent_loop_manager: Any) -> None:
         """As verl's; the run is closed in the end, and left open for a resume if it raises."""
-        finished = False
         try:
             super().fit(agent_loop_manager)
-            finished = True
-        finally:
-            self._open_hooks.close(reason="finished" if finished else None)
-            self._engine.close()
-            self.replay_buffer.index.close()
+        except BaseException:
+            try:
+                self._close(None)
+            except Exception:
+                # What ended the training is what its user has to see.
+                _log.exception("what belongs to run %s was not all closed", self._setup_of_run.run_id)
+            raise
+        self._close("finished")
+
+    def _close(self, reason: str | None) -> None:
+        """Close everything, whichever of it fails; with a reason, the run at the scheduler too."""
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.replay_buffer.index.close)
+            stack.callback(self._engine.close)
+            if self._hooks is not None:
+                stack.callback(self._hooks.close, reason=reason)
 
     def on_init_end(self) -> None:
         """Open the run, and bring the weights to all replicas."""
