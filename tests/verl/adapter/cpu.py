@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Set
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +28,7 @@ from verl.workers.rollout.replica import RolloutMode, RolloutReplica
 from verl.workers.rollout.router import get_router_handle
 
 from tests.verl.adapter.actors import Gate, Server
+from turnout.buffer.v1 import buffer_pb2
 
 GROUPS, MINI, N, VAL = 8, 4, 2, 4
 HYBRIDS, STANDALONES = 2, 1
@@ -100,6 +103,15 @@ class Rollout:
             await server.set_global_steps.remote(global_steps)
 
 
+@dataclass(frozen=True)
+class Saved:
+    """A save that has begun: whether the manifest was there, and what verl's marker file said."""
+
+    folder: str
+    manifest: bool
+    marker: str
+
+
 class Group:
     """The trainer's worker group: one worker of the class that the trainer chose, without its model."""
 
@@ -108,7 +120,7 @@ class Group:
     def __init__(self, ray_cls_with_init: Any, **_: Any) -> None:
         self._classes = ray_cls_with_init
         self.rollout_servers: list[Any] = []
-        self.saved: list[str] = []
+        self.saved: list[Saved] = []
         self.loaded = ""
 
     def spawn(self, prefix_set: Any) -> dict[str, Group]:
@@ -118,7 +130,10 @@ class Group:
     def init_model(self) -> None: ...
 
     def save_checkpoint(self, path: str, *_: Any, **__: Any) -> None:
-        self.saved.append(path)
+        folder = Path(path).parent
+        marker = folder.parent / "latest_checkpointed_iteration.txt"
+        last = marker.read_text() if marker.exists() else ""
+        self.saved.append(Saved(folder.name, (folder / "turnout.json").exists(), last))
 
     def load_checkpoint(self, local_path: str, **_: Any) -> None:
         self.loaded = local_path
@@ -207,10 +222,14 @@ def install(monkeypatch: Any) -> None:
     monkeypatch.setattr(torch.distributed, "barrier", lambda: None)
 
 
-def rows(count: int) -> list[dict[str, Any]]:
-    """Prompts as verl's dataset has them."""
+def rows(count: int, broken: Set[int] = frozenset()) -> list[dict[str, Any]]:
+    """Prompts as verl's dataset has them; of the broken ones every session fails."""
     return [
-        {"raw_prompt": [{"role": "user", "content": str(number)}], "index": number, "agent_name": "paced"}
+        {
+            "raw_prompt": [{"role": "user", "content": str(number)}],
+            "index": number,
+            "agent_name": "broken" if number in broken else "paced",
+        }
         for number in range(count)
     ]
 
@@ -232,12 +251,16 @@ class OnCpu:
     killed_at: int | None = None
     slow: frozenset[int] = frozenset()
     """Steps whose prompts are answered only once the GPUs are lent, or the next step begins."""
+    broken: frozenset[int] = frozenset()
+    """Prompts that fail, by their number."""
 
     def _init_tokenizer(self) -> None:
         self.tokenizer = self.processor = None
 
     def _init_dataloader(self) -> None:
-        self.train_dataloader = StatefulDataLoader(rows(1000), batch_size=1, collate_fn=collate, num_workers=0)
+        self.train_dataloader = StatefulDataLoader(
+            rows(1000, self.broken), batch_size=1, collate_fn=collate, num_workers=0
+        )
         self.val_dataloader = rows(VAL)
         self.train_dataloader_it = None
         with_generation = OmegaConf.create({"gen_batch_size": 1})
@@ -247,11 +270,18 @@ class OnCpu:
         self.total_training_steps = self.config.trainer.total_training_steps
         self.seen: list[dict[str, Any]] = []
         self.modes: list[str] = []
+        self.refills: list[tuple[int, int]] = []
+        """Thread and number of prompts of each."""
 
     def _submit_batch_to_rollout(self, batch: Any) -> int:
         count: int = super()._submit_batch_to_rollout(batch)  # type: ignore[misc]
         if self.global_steps not in self.slow:
             ray.get(self.gate.open.remote(self.global_steps))
+        return count
+
+    def _add_prompts_to_generate(self, num_prompts: int) -> int:
+        self.refills.append((threading.get_ident(), num_prompts))
+        count: int = super()._add_prompts_to_generate(num_prompts)  # type: ignore[misc]
         return count
 
     def on_step_begin(self) -> None:
@@ -261,13 +291,20 @@ class OnCpu:
 
     def on_step_end(self) -> None:
         # What is quick has ended before the decision, however busy the machine is.
-        expected = 0 if self.global_steps in self.slow else GROUPS
         if not hasattr(self.replay_buffer, "index"):
             # verl's own looks every two seconds.
             self.replay_buffer.poll_interval = 0.02
-        while self.replay_buffer.get_sampleable_count(self.global_steps + 1, "train") < expected:
+        while self.global_steps not in self.slow and self._in_flight():
             threading.Event().wait(0.01)
         super().on_step_end()  # type: ignore[misc]
+
+    def _in_flight(self) -> int:
+        """Groups that have not ended, as the replay buffer knows."""
+        index = getattr(self.replay_buffer, "index", None)
+        if index is not None:
+            return len(index._groups("train", [buffer_pb2.GROUP_STATE_PENDING, buffer_pb2.GROUP_STATE_RUNNING]))
+        self.replay_buffer.get_sampleable_count(self.global_steps + 1, "train")
+        return len(self.replay_buffer.pending_keys["train"] | self.replay_buffer.running_keys["train"])
 
     def _validate(self) -> dict[str, float]:
         batch = tu.get_tensordict(

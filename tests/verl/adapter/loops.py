@@ -44,6 +44,14 @@ class Paced:
         )
 
 
+class Broken(Paced):
+    """The same, and its tool is gone."""
+
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
+        await self._wait(kwargs)
+        raise RuntimeError("the tool is gone")
+
+
 class NoModel:
     """Goes before a worker's class."""
 
@@ -62,8 +70,9 @@ class NoModel:
         from verl.experimental.agent_loop.agent_loop import _agent_loop_registry
 
         # Agent loops are found by their module, and this one is nowhere in a worker.
-        sys.modules["paced"] = cast(ModuleType, SimpleNamespace(Paced=Paced))
+        sys.modules["paced"] = cast(ModuleType, SimpleNamespace(Paced=Paced, Broken=Broken))
         _agent_loop_registry["paced"] = {"_target_": "paced.Paced"}
+        _agent_loop_registry["broken"] = {"_target_": "paced.Broken"}
         self.background_tasks: set[Any] = set()
 
     def _compute_multi_modal_inputs(self, output: Any, input_ids: Any) -> dict[str, Any]:

@@ -7,6 +7,7 @@ others are answered before the decision, so it does not. No wait falls into a sa
 from __future__ import annotations
 
 import json
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +16,9 @@ from typing import Any
 
 import pytest
 
-from turnout.client import EngineClient, SchedulerClient
+from tests.verl.adapter.hosts import buffer_host
+from turnout.buffer.v1 import buffer_pb2
+from turnout.client import BufferClient, EngineClient, SchedulerClient
 from turnout.engine.v1 import engine_pb2
 from turnout.scheduler.v1 import scheduler_pb2
 
@@ -31,10 +34,12 @@ RUN = "verl-run"
 
 
 @pytest.fixture(autouse=True)
-def _cpu(queue: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def _cpu(queue: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.verl.adapter import cpu
 
     cpu.install(monkeypatch)
+    # verl leaves a lock there for every folder that it makes.
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
 @contextmanager
@@ -69,15 +74,29 @@ class Life:
     """One process of a trainer, from its start to the end of `fit`."""
 
     def __init__(self, trainer_cls: Any, loops: Any, config: Any, **told: Any) -> None:
-        import ray
+        import transfer_queue
 
         from tests.verl.adapter import cpu
 
         gate = cpu.start_gate()
-        kind = type(trainer_cls.__name__, (cpu.OnCpu, trainer_cls), {"gate": gate, "slow": SLOW, **told})
+        members: dict[str, Any] = {"gate": gate, "slow": SLOW, **told}
+        if hasattr(trainer_cls, "_close"):
+
+            def close(trainer: Any, reason: str | None) -> None:
+                self._read()
+                trainer_cls._close(trainer, reason)
+
+            members["_close"] = close
+        kind = type(trainer_cls.__name__, (cpu.OnCpu, trainer_cls), members)
         self.trainer = kind(config=config)
         self.loops = None
         self.progress: list[engine_pb2.ProgressReport] = []
+        self.logs: dict[int, list[str]] = {}
+        """What was done to each replica, before the run is closed."""
+        self.servers: list[str] = []
+        """Where the balancer sends requests, before the run is closed."""
+        self.counted = self.made = 0
+        """Tokens in the counters of the controller, and those of all the groups that the buffer had."""
         try:
             self.trainer.init()
             self.loops = loops.create(
@@ -87,13 +106,11 @@ class Life:
             )
             with self._watched():
                 self.trainer.fit(self.loops)
-            replicas = [
-                *self.trainer.llm_server_manager.rollout_replicas,
-                *self.trainer.standalone_server_manager.rollout_replicas,
-            ]
-            self.logs = {replica.replica_rank: ray.get(replica.servers[0].log.remote()) for replica in replicas}
-            balancer = self.trainer.standalone_server_manager.global_load_balancer
-            self.servers = sorted(ray.get(balancer.get_all_servers.remote()))
+            self._count()
+            self.left = transfer_queue.kv_list("train").get("train", {})
+            self.closed = self._logs()
+            if not self.logs:
+                self._read()
         finally:
             self._end(gate)
 
@@ -117,6 +134,40 @@ class Life:
             ended.set()
             reader.join()
 
+    def _logs(self) -> dict[int, list[str]]:
+        import ray
+
+        managers = self.trainer.llm_server_manager, self.trainer.standalone_server_manager
+        replicas = [replica for manager in managers for replica in manager.rollout_replicas]
+        return {replica.replica_rank: ray.get(replica.servers[0].log.remote()) for replica in replicas}
+
+    def _read(self) -> None:
+        import ray
+
+        self.logs = self._logs()
+        balancer = self.trainer.standalone_server_manager.global_load_balancer
+        self.servers = sorted(ray.get(balancer.get_all_servers.remote()))
+
+    def _count(self) -> None:
+        """Read the counters until they have what was made, if there is a controller."""
+        from tests.verl.adapter.cpu import TOKENS
+
+        settings = self.trainer.config.trainer.v1.sampler.sampler_kwargs
+        if not settings.get("engine"):
+            return
+        with BufferClient(settings["buffer"]) as buffer:
+            for partition, sessions in (("train", N), ("val", 1)):
+                ledger = buffer.calls.GetLedger(buffer_pb2.GetLedgerRequest(run_id=RUN, partition=partition))
+                self.made += TOKENS * sessions * ledger.added
+        with EngineClient(settings["engine"]) as engine:
+            # What has ended is told without waiting for it.
+            for _ in range(100):
+                report = engine.calls.GetProgress(engine_pb2.GetProgressRequest(run_id=RUN)).report
+                self.counted = sum(replica.decoded_tokens for replica in report.replicas)
+                if self.counted >= self.made:
+                    break
+                threading.Event().wait(0.05)
+
     def _end(self, gate: Any) -> None:
         """What ends with the job of a trainer."""
         import ray
@@ -135,13 +186,13 @@ class Life:
                 transfer_queue.kv_clear(keys=list(keys), partition_id=partition)
 
 
-def of_verl(folder: Path, *, steps: int = STEPS, switch: bool = True) -> Life:
+def of_verl(folder: Path, *, steps: int = STEPS, switch: bool = True, **told: Any) -> Life:
     from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
 
     from tests.verl.adapter import cpu
     from tests.verl.adapter.loops import VerlLoops
 
-    return Life(PPOTrainerSeparateAsync, VerlLoops, cpu.configuration(folder, steps=steps, switch=switch))
+    return Life(PPOTrainerSeparateAsync, VerlLoops, cpu.configuration(folder, steps=steps, switch=switch), **told)
 
 
 def of_turnout(folder: Path, settings: dict[str, Any], *, steps: int = STEPS, switch: bool = True, **told: Any) -> Life:
@@ -172,6 +223,9 @@ def check_calls(ours: Life, theirs: Life) -> None:
             assert mine[:5] == ["pause", "sleep 2", "wake weights", "wake kv_cache", "resume"]
             del mine[4], mine[0]
         assert mine == log, f"replica {rank}"
+        # The last validation leaves the GPUs lent, and closing the run takes them back.
+        lent = rank < HYBRIDS and log[-1] != "sleep 2"
+        assert ours.closed[rank] == ours.logs[rank] + (["pause", "sleep 2"] if lent else [])
 
 
 def test_the_scheduler_drives_replicas_as_verl_does(tmp_path: Path) -> None:
@@ -199,29 +253,92 @@ def test_with_switching_off_nothing_changes(tmp_path: Path) -> None:
 
 
 def test_a_killed_trainer_goes_on_from_verls_checkpoint(tmp_path: Path) -> None:
-    """The manifest lies in verl's folder before its marker; the index is made anew from what verl restored."""
+    """Twenty steps in two lives: the manifest lies in verl's folder before its marker, the index is made anew from what
+    verl restored, and the second life makes the calls that verl's makes."""
+    with pytest.raises(RuntimeError, match="killed at step 7"):
+        of_verl(tmp_path / "theirs", killed_at=7)
+    theirs = of_verl(tmp_path / "theirs")
+    folder = tmp_path / "ours"
     with services() as settings:
         with pytest.raises(RuntimeError, match="killed at step 7"):
-            of_turnout(tmp_path, settings, killed_at=7)
-        assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "5"
-        manifest = json.loads((tmp_path / "global_step_5" / "turnout.json").read_text())
+            of_turnout(folder, settings, killed_at=7)
+        assert (folder / "latest_checkpointed_iteration.txt").read_text() == "5"
+        manifest = json.loads((folder / "global_step_5" / "turnout.json").read_text())
+        # TransferQueue's checkpoint is verl's, and there is no second one.
         assert (manifest["step"], manifest["buffer"]) == (5, False)
-        second = of_turnout(tmp_path, settings | {"take_over": True}, steps=12)
-        assert [mode.split()[0] for mode in second.trainer.modes] == [str(step) for step in range(6, 13)]
-        assert second.trainer.actor_rollout_wg.loaded.endswith("global_step_5/actor")
-        assert all(seen["batch/outputs"] == GROUPS * N for seen in second.trainer.seen)
+        ours = of_turnout(folder, settings | {"take_over": True})
         with SchedulerClient(settings["scheduler"]) as scheduler:
             run = scheduler.calls.GetRun(scheduler_pb2.GetRunRequest(run_id=RUN)).run
-        assert (run.step, run.open) == (12, False)
+    assert (run.step, run.open) == (STEPS, False)
+    assert ours.trainer.actor_rollout_wg.loaded.endswith("global_step_5/actor")
+    assert ours.trainer.modes == theirs.trainer.modes
+    assert [mode.split()[0] for mode in ours.trainer.modes] == [str(step) for step in range(6, STEPS + 1)]
+    assert decisions(ours) == decisions(theirs)
+    check_calls(ours, theirs)
+    assert all(seen["batch/outputs"] == GROUPS * N for seen in ours.trainer.seen)
+    saved = [(save.folder, save.manifest, save.marker) for save in ours.trainer.actor_rollout_wg.saved]
+    assert saved == [(f"global_step_{step}", True, str(step - 5)) for step in (10, 15, 20)]
+
+
+def test_the_replay_buffer_alone_leaves_everything_else_to_verl(tmp_path: Path) -> None:
+    """For who wants no more than waits that end at once: verl's own trainer and balancer, its calls and decisions."""
+    from omegaconf import OmegaConf
+    from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
+
+    from tests.verl.adapter import cpu
+    from tests.verl.adapter.loops import TurnoutLoops
+    from turnout.integrations.verl import ReplayBuffer
+
+    theirs = of_verl(tmp_path / "theirs", steps=5)
+    with buffer_host() as buffer:
+        settings = {"run_id": RUN, "buffer": buffer.target}
+        config = cpu.configuration(tmp_path / "ours", steps=5, switch=True, sampler_kwargs=settings)
+        sampler = {"path": "pkg://turnout.integrations.verl", "name": "ReplayBuffer"}
+        OmegaConf.update(config, "trainer.v1.sampler.custom_sampler", sampler, force_add=True)
+        ours = Life(PPOTrainerSeparateAsync, TurnoutLoops, config)
+        assert isinstance(ours.trainer.replay_buffer, ReplayBuffer)
+        ours.trainer.replay_buffer.index.close()
+    assert ours.trainer.modes == theirs.trainer.modes
+    assert decisions(ours) == decisions(theirs)
+    assert ours.logs == theirs.logs
+    assert [seen["batch/outputs"] for seen in ours.trainer.seen] == [GROUPS * N] * 5
+
+
+def test_groups_that_fail_are_replaced_by_verl_on_the_trainers_thread(tmp_path: Path) -> None:
+    """Two fail before a sample, two while the GPUs are lent. verl's data loader and its client of TransferQueue are the
+    trainer's own, so a refill from another thread would use them from two at a time."""
+    with services() as settings:
+        life = of_turnout(tmp_path, settings, steps=5, slow=frozenset({3}), broken=frozenset({1, 2, 27, 28}))
+        with BufferClient(settings["buffer"]) as buffer:
+            ledger = buffer.calls.GetLedger(buffer_pb2.GetLedgerRequest(run_id=RUN, partition="train"))
+    assert life.trainer.modes[3] == "4 rollout"
+    assert (ledger.evicted, ledger.credits_created, ledger.credits_paid) == (4, 4, 4)
+    warm_up, *refills = life.trainer.refills
+    assert warm_up == (threading.get_ident(), GROUPS)
+    assert {thread for thread, _ in refills} == {threading.get_ident()}
+    assert sum(count for _, count in refills) == 4
+    assert [seen["batch/outputs"] for seen in life.trainer.seen] == [GROUPS * N] * 5
+    assert {tag["status"] for tag in life.left.values()} == {"finished", "success"}
 
 
 @pytest.mark.parametrize("policy", ["jit", "shadow:jit"])
 def test_other_policies_decide_from_progress_read_in_verls_servers(tmp_path: Path, policy: str) -> None:
     with services() as settings:
         life = of_turnout(tmp_path, settings | {"policy": policy}, steps=6)
+        with SchedulerClient(settings["scheduler"]) as scheduler:
+            request = scheduler_pb2.WatchRunRequest(run_id=RUN, from_sequence=1, no_follow=True)
+            events = list(scheduler.watch_run(request))
     assert len(life.trainer.seen) == 6
     assert all(seen["batch/outputs"] == GROUPS * N for seen in life.trainer.seen)
     known = [report for report in life.progress if report.requests]
     assert known, "no request was ever seen in a server"
     assert all(request.HasField("join_key") for report in known for request in report.requests)
     assert max(report.covered_share for report in known) == 1.0
+    made = [event.decision_made for event in events if event.HasField("decision_made")]
+    assert {decision.policy for decision in made} == {policy}
+    if policy == "jit":
+        assert any("so verl decides" not in decision.reason for decision in made)
+    else:
+        assert all("In the shadow jit would" in decision.reason for decision in made)
+    # The scheduler reads the counters every few seconds, and each request lives for a tenth of one.
+    assert life.counted == life.made
