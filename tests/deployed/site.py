@@ -86,6 +86,7 @@ class Member:
     environment: Mapping[str, str] = field(default_factory=dict)
     before: Sequence[str] = ()
     """What starts the command, such as `unshare --pid --fork`."""
+    program: Sequence[str] = TURNOUT
     process: subprocess.Popen[bytes] | None = None
     lives: int = 0
     _began: int = 0
@@ -99,7 +100,7 @@ class Member:
         self._began = self.log.stat().st_size if self.log.exists() else 0
         with self.log.open("ab") as errors:
             self.process = subprocess.Popen(
-                [*self.before, *TURNOUT, *self.arguments],
+                [*self.before, *self.program, *self.arguments],
                 cwd=ROOT,
                 env={**os.environ, "PYTHONPATH": str(ROOT), **self.environment},
                 stdin=subprocess.DEVNULL,

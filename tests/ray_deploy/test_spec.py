@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from services.cli.main import cli
+from tests.docs.test_pages import parse as parse_command
 from turnout.ray import DeploymentError, load, parse
 from turnout.ray._member import members, with_port
 
@@ -28,6 +30,18 @@ def test_the_example_of_the_repository_describes_what_its_comments_say() -> None
     assert made["hybrid-1"].resource == "node:10.0.0.7"
     assert [replica.replica_id for replica in made["rollout-0"].replicas] == ["rollout-0-0", "rollout-0-1"]
     assert made["rollout-0"].replicas[1].gpus == ("gpu-4", "gpu-5", "gpu-6", "gpu-7")
+
+
+def test_with_tls_every_process_of_the_example_is_guarded() -> None:
+    """One that was forgotten would not start, as other machines reach it; a flag that was renamed neither."""
+    spec = load(ROOT / "deploy" / "ray" / "cluster-tls.yaml")
+    assert not spec.insecure
+    for member in members(spec):
+        parse_command(cli, [member.service, "serve", *member.arguments])
+        given = {word.partition("=")[0] for word in member.arguments}
+        assert {"--tls-cert", "--tls-key", "--tls-client-ca", "--tokens-file"} <= given, member.name
+        assert ("--peer-token-file" in given) == (member.name in ("engine", "scheduler"))
+        assert ("TURNOUT_TOKEN_FILE" in dict(member.environment)) == bool(member.replicas)
 
 
 def test_the_three_services_together_need_less_than_one_node_offers() -> None:
