@@ -8,6 +8,7 @@ OpenTelemetry.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
@@ -18,6 +19,18 @@ MISSING: Final = "traces need OpenTelemetry: pip install 'turnout-services[otel]
 
 _FAULTS: Final = frozenset({"UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS"})
 """Statuses that are the server's fault, by OpenTelemetry's conventions for RPC."""
+
+
+_TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
+"""What W3C's Trace Context allows."""
+
+
+def traceparent_of(context: Any) -> str:
+    """Return the trace that a call carries, to hand on; empty without a valid one. Needs no OpenTelemetry."""
+    for key, value in context.invocation_metadata() or ():
+        if key == "traceparent" and isinstance(value, str) and _TRACEPARENT.fullmatch(value):
+            return value
+    return ""
 
 
 class TracingError(Exception):

@@ -28,7 +28,7 @@ from services.runtime.config import ServiceSettings
 from services.runtime.host import StartError
 from services.runtime.process import EXIT_FAILED
 from services.runtime.tracing import MISSING
-from tests.observability.loop import RUN, Targets, job, services, step_of
+from tests.observability.loop import BATCH, RUN, Targets, job, services, step_of
 from tests.runtime.helpers import probe_host
 from turnout import tracing
 from turnout.buffer.v1 import buffer_pb2, buffer_pb2_grpc
@@ -52,7 +52,7 @@ def spans() -> Iterator[InMemorySpanExporter]:
 
 
 def _services(spans: list[ReadableSpan]) -> set[str]:
-    return {str((span.attributes or {})["turnout.service"]) for span in spans if span.name != "step"}
+    return {str(span.attributes["turnout.service"]) for span in spans if "turnout.service" in (span.attributes or {})}
 
 
 def _named(spans: list[ReadableSpan], name: str) -> list[ReadableSpan]:
@@ -101,6 +101,25 @@ async def test_what_a_call_sets_in_motion_hangs_below_it(tmp_path: Path, spans: 
     # A reclaim: ordered by the scheduler, told to the controller, done by the agent of the replica's node.
     lines = [line(span) for span in _named(finished, "Sleep")]
     assert any(one[:2] == ["Sleep", "Reclaim"] and one[2] in ("BeginStep", "PrepareStep") for one in lines), lines
+
+
+async def test_what_workers_do_for_a_step_belongs_to_its_trace(tmp_path: Path, spans: InMemorySpanExporter) -> None:
+    """A step waits for its longest trajectory: without the worker's side nobody sees which, on which replica."""
+    async with services(tmp_path, traces=True) as house, job(house.targets, 1) as hooks:
+        await step_of(hooks, 1)
+    finished = list(spans.get_finished_spans())
+    by_id = {span.context.span_id: span for span in finished if span.context}
+    (step,) = _named(finished, "step")
+    worked = _named(finished, "trajectory")
+    assert {str((span.attributes or {})["turnout.group_id"]) for span in worked} == {f"g-1-{n}" for n in range(BATCH)}
+    assert {span.parent.span_id for span in worked if span.parent} == {step.context.span_id if step.context else None}
+    for name, above in (("Generate", "trajectory"), ("FinishTrajectories", "settle")):
+        calls = [span for span in _named(finished, name) if span.parent and span.parent.span_id in by_id]
+        direct = [span for span in calls if span.parent and by_id[span.parent.span_id].name == above]
+        assert direct, name
+        assert {span.context.trace_id for span in direct if span.context} == {
+            step.context.trace_id if step.context else None
+        }
 
 
 async def test_a_call_outside_of_a_trace_makes_no_span(tmp_path: Path, spans: InMemorySpanExporter) -> None:

@@ -10,7 +10,8 @@ OpenTelemetry is imported, and a call costs one comparison more.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 Metadata = tuple[tuple[str, str], ...]
@@ -46,6 +47,55 @@ def enabled() -> bool:
 def headers() -> Metadata:
     """What a call carries of the trace of whoever makes it; empty while tracing is off, or outside of a trace."""
     return () if _headers is None else _headers()
+
+
+def current() -> Any:
+    """What `together` takes of whoever calls this; None while tracing is off."""
+    if _tracer is None:
+        return None
+    from opentelemetry import context
+
+    return context.get_current()
+
+
+@contextmanager
+def trajectory(traceparent: str, run_id: str, group_id: str, index: int, attempt: int) -> Iterator[None]:
+    """Work on a trajectory in the trace that its group was added in; untraced if it was in none."""
+    if _tracer is None or not traceparent:
+        yield
+        return
+    from opentelemetry import propagate
+
+    attributes = {
+        "turnout.run_id": run_id,
+        "turnout.group_id": group_id,
+        "turnout.trajectory": index,
+        "turnout.attempt": attempt,
+    }
+    parent = propagate.extract({"traceparent": traceparent})
+    with _tracer.start_as_current_span("trajectory", context=parent, attributes=attributes):
+        yield
+
+
+@contextmanager
+def together(name: str, contexts: Iterable[Any]) -> Iterator[None]:
+    """Make a call on behalf of several: in the trace of the first that has one, linked with the other traces."""
+    if _tracer is None:
+        yield
+        return
+    from opentelemetry import trace
+
+    spans = {}
+    for one in contexts:
+        found = trace.get_current_span(one).get_span_context() if one is not None else None
+        if found is not None and found.is_valid:
+            spans.setdefault(found.trace_id, (one, found))
+    if not spans:
+        yield
+        return
+    (first, _), *others = spans.values()
+    with _tracer.start_as_current_span(name, context=first, links=[trace.Link(found) for _, found in others]):
+        yield
 
 
 class StepSpan:

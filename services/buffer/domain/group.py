@@ -71,6 +71,8 @@ class Group:
     odd: Mapping[int, Trajectory] = field(default_factory=lambda: NO_ODD)
     # What prompt it is, if that is not its id.
     prompt_id: str = ""
+    # The trace it was added in. Forgotten with the process: a trace that old is over.
+    trace: str = ""
     # Length of the longest trajectory that finished, whatever became of the group.
     longest: int = 0
     _partials: int = 0

@@ -160,6 +160,12 @@ class Partition:
         self.added += len(specs)
         state.groups += len(specs)
 
+    def trace(self, group_ids: Iterable[str], trace: str) -> None:
+        """Note in which trace groups were added; those that are gone already need none."""
+        for group_id in group_ids:
+            if (group := self.groups.get(group_id)) is not None:
+                group.trace = trace
+
     def put_back(self, group: Group) -> None:
         """Enter a group that was added in an earlier life of the service; groups come in order of arrival."""
         self.groups[group.group_id] = group

@@ -12,6 +12,7 @@ from services.buffer.wire.groups import claim_size, claim_to
 from services.buffer.wire.outputs import token_from
 from services.runtime.errors import Code, TurnoutError, invalid_argument, require_id
 from services.runtime.logs import get_logger
+from services.runtime.tracing import traceparent_of
 from services.runtime.waits import deadline_after, duration_seconds, park, wait_budget
 from turnout.buffer.storage.v1 import storage_pb2 as st
 from turnout.buffer.v1 import buffer_pb2 as pb
@@ -40,10 +41,13 @@ class WorkCalls(BufferCalls):
         step = required_step(request)
         # Before anything is made of them.
         check_items("groups", len(request.groups), MAX_GROUPS_PER_CALL)
+        trace = traceparent_of(context)
 
         def execute(record: st.Record) -> pb.AddGroupsResponse:
             at = self.desk.moment()
             answer = commands.add_groups(run, request, at)
+            if trace:
+                partition.trace([group.group_id for group in request.groups], trace)
             if self.desk.journal is not None:
                 record.add_groups = request.SerializeToString()
                 self.desk.record(run, record, at)

@@ -23,9 +23,9 @@ from services.runtime.errors import TurnoutError
 from services.runtime.statuses import outcome_of
 from turnout.buffer.v1 import buffer_pb2 as pb
 
-# Bounds of what is in a claim: ids (512 bytes at most each), token, numbers and lease; a trajectory without its partial
-# output; a reference with id, store and content type; what stands around a map entry or an output.
-_CLAIM_BYTES = 1200
+# Bounds of what is in a claim: ids (512 bytes at most each), token, numbers, lease and trace; a trajectory less its
+# partial output; a reference with id, store and content type; what stands around a map entry or an output.
+_CLAIM_BYTES = 1300
 _TRAJECTORY_BYTES = 16
 _REF_BYTES = 1600
 _ENTRY_BYTES = 16
@@ -113,6 +113,7 @@ def claim_to(claim: Claim, lease: float, read_inline: ReadInline) -> pb.Claim:
         group_size=group.size,
         born_step=int64(group.born),
         lease=duration(lease),
+        traceparent=group.trace,
     )
     if group.prompt is not None:
         message.prompt.CopyFrom(payload_to(group.prompt, read_inline))

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Generic, TypeVar
 
+from turnout import tracing
 from turnout.buffer.v1 import buffer_pb2
 from turnout.client import AsyncBufferClient, DeadlineExceeded, TurnoutError, Unavailable, item_error, new_request_id
 
@@ -33,6 +34,7 @@ _PASSING: Final = frozenset({"DISK_FULL", "CAP_REQUEST_RATE", "CAP_PARKED_WAITS"
 @dataclass(slots=True)
 class _Entry(Generic[T]):
     item: T
+    trace: Any
     outcome: asyncio.Future[TurnoutError | None]
 
 
@@ -51,7 +53,7 @@ class _Queue(Generic[T]):
 
     async def put(self, item: T) -> TurnoutError | None:
         """Send an item, together with others; return what the buffer said of it."""
-        entry = _Entry(item, asyncio.get_running_loop().create_future())
+        entry = _Entry(item, tracing.current(), asyncio.get_running_loop().create_future())
         self._entries.append(entry)
         self._wake.set()
         return await entry.outcome
@@ -80,7 +82,8 @@ class _Queue(Generic[T]):
         request_id = new_request_id()
         while True:
             try:
-                outcomes = await self._send([entry.item for entry in batch], request_id)
+                with tracing.together("settle", [entry.trace for entry in batch]):
+                    outcomes = await self._send([entry.item for entry in batch], request_id)
                 break
             except TurnoutError as error:
                 if is_passing(error):

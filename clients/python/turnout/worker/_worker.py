@@ -19,6 +19,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, cast
 
+from turnout import tracing
 from turnout.buffer.v1 import buffer_pb2
 from turnout.client import (
     AlreadyExists,
@@ -243,13 +244,15 @@ class RolloutWorker:
     ) -> None:
         failure = self._work[task]
         try:
-            job = await self._job(claim, trajectory, await asyncio.shield(prompt))
-            outputs = await self._generate(job)
-            self._settling.add(task)
-            result = buffer_pb2.TrajectoryResult(
-                token=claim.token, group_id=claim.group_id, index=trajectory.index, outputs=outputs
-            )
-            error = await self._outbox.finish(result)
+            what = (self.setup.run_id, claim.group_id, trajectory.index, claim.token.attempt)
+            with tracing.trajectory(claim.traceparent, *what):
+                job = await self._job(claim, trajectory, await asyncio.shield(prompt))
+                outputs = await self._generate(job)
+                self._settling.add(task)
+                result = buffer_pb2.TrajectoryResult(
+                    token=claim.token, group_id=claim.group_id, index=trajectory.index, outputs=outputs
+                )
+                error = await self._outbox.finish(result)
         except asyncio.CancelledError as error:
             if task.cancelling():
                 raise

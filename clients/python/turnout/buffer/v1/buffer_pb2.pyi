@@ -1567,12 +1567,17 @@ class Claim(google.protobuf.message.Message):
     GROUP_SIZE_FIELD_NUMBER: builtins.int
     BORN_STEP_FIELD_NUMBER: builtins.int
     LEASE_FIELD_NUMBER: builtins.int
+    TRACEPARENT_FIELD_NUMBER: builtins.int
     group_id: builtins.str
     """The group."""
     group_size: builtins.int
     """Trajectories in the whole group (n)."""
     born_step: builtins.int
     """The group's born step."""
+    traceparent: builtins.str
+    """The W3C header `traceparent` that the group's AddGroups carried, so that work on it can join that trace; empty if it
+    carried none that is valid, or the buffer restarted since.
+    """
     @property
     def token(self) -> Global___ClaimToken:
         """Token to settle with."""
@@ -1604,9 +1609,10 @@ class Claim(google.protobuf.message.Message):
         group_size: builtins.int = ...,
         born_step: builtins.int = ...,
         lease: google.protobuf.duration_pb2.Duration | None = ...,
+        traceparent: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["lease", b"lease", "prompt", b"prompt", "token", b"token"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["born_step", b"born_step", "group_id", b"group_id", "group_size", b"group_size", "lease", b"lease", "prompt", b"prompt", "tags", b"tags", "token", b"token", "trajectories", b"trajectories"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["born_step", b"born_step", "group_id", b"group_id", "group_size", b"group_size", "lease", b"lease", "prompt", b"prompt", "tags", b"tags", "token", b"token", "traceparent", b"traceparent", "trajectories", b"trajectories"]) -> None: ...
 
 Global___Claim: typing_extensions.TypeAlias = Claim
 
