@@ -43,7 +43,7 @@ CALLS ?= 10000
 KILLS ?= 50
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-vllm test test-all test-vllm test-stores test-ray test-verl test-clients test-packages test-deploy lint types format coverage protos protos-lint protos-release bench soak chaos fuzz audit docs clean
+.PHONY: help demo demo-vllm test test-all test-vllm test-stores test-ray test-verl test-clients test-packages test-newcomer test-deploy lint types format coverage protos protos-lint protos-release bench soak chaos fuzz audit docs clean
 
 help: ## list these targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -67,10 +67,10 @@ test-all: lint types protos-lint docs test-vllm ## the same, the slow tests and 
 	$(BIN)/python -m pytest
 
 test-vllm: $(VLLM)/.ray ## everything against a real vLLM on this machine's CPU
-	$(VLLM)/bin/python -m pytest -W default tests/vllm
+	$(VLLM)/bin/python -m pytest -W default tests/vllm tests/docs/test_blocks.py
 
 test-stores: $(RAY)/.dev ## payload stores and engines over real Ray and TransferQueue, tensors of torch (makes an environment of 2 GB at first)
-	$(RAY)/bin/python -m pytest tests/client/stores tests/client/tensors tests/cluster tests/examples
+	$(RAY)/bin/python -m pytest tests/client/stores tests/client/tensors tests/cluster tests/examples tests/docs/test_blocks.py
 
 test-ray: $(RAY)/.dev ## deployments on a Ray cluster of several nodes on this machine: nodes die, actors are killed, a job goes on
 	$(RAY)/bin/python -m pytest tests/ray_deploy
@@ -92,6 +92,9 @@ test-clients: $(VENV)/.dev ## the clients in Go, TypeScript and C++, beside Pyth
 
 test-packages: $(VENV)/.dev ## wheels in clean environments, at the lowest and the newest versions they allow
 	$(BIN)/python -m pytest tests/packages
+
+test-newcomer: $(VENV)/.dev ## the quickstart, literally, from a fresh clone without a cache; prints how long each part took (about ten minutes)
+	$(BIN)/python -m pytest -q tests/docs/test_newcomer.py
 
 test-deploy: $(VENV)/.dev $(PROMETHEUS)/usr/bin/prometheus ## alert rules and dashboard against a real Prometheus, manifests against the schemas of Kubernetes (fetches Debian's package into a folder here)
 	$(PIP) install --quiet kubernetes-validate

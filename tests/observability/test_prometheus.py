@@ -106,6 +106,15 @@ def test_promtool_accepts(arguments: tuple[str, ...]) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_the_page_shows_what_promtool_accepts() -> None:
+    """Another spelling on the page than in the configuration that is checked would be checked by nobody."""
+    text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    (shown,) = re.findall(r"```yaml\n(scrape_configs:.*?)```", text, re.DOTALL)
+    checked = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text(encoding="utf-8"))
+    (job,), (whole,) = yaml.safe_load(shown)["scrape_configs"], checked["scrape_configs"]
+    assert job == {key: whole[key] for key in job}
+
+
 @asynccontextmanager
 async def _processes(folder: Path) -> AsyncIterator[tuple[Targets, dict[str, str], Child]]:
     """The services as processes: their targets, where each serves metrics, and the buffer's process."""

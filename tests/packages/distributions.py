@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -73,7 +74,14 @@ class Environment:
         run([self._bin / "python", "-m", "pip", "install", *quiet, "-c", constraints, *what])
         run([self._bin / "python", "-m", "pip", "check", "--disable-pip-version-check"])
 
-    def run(self, command: str, *arguments: str, timeout: float = 300) -> str:
-        """Run a command of the environment in an empty place; warnings of Python code are errors."""
+    def resolve(self, *what: str | Path) -> set[str]:
+        """Return the names of all that would be installed; nothing is, and of most only the metadata is read."""
+        report = self._directory / "report.json"
+        asked = ("install", "--quiet", "--disable-pip-version-check", "--dry-run", "--ignore-installed")
+        run([self._bin / "python", "-m", "pip", *asked, "--report", report, *what])
+        return {one["metadata"]["name"].lower() for one in json.loads(report.read_text())["install"]}
+
+    def run(self, command: str, *arguments: str, timeout: float = 300, cwd: Path | None = None) -> str:
+        """Run a command of the environment, in an empty place unless `cwd` is given."""
         environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-        return run([self._bin / command, *arguments], timeout, cwd=self._directory, env=environment)
+        return run([self._bin / command, *arguments], timeout, cwd=cwd or self._directory, env=environment)
