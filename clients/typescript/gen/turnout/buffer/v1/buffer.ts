@@ -1172,7 +1172,14 @@ export interface Claim {
   /** The group's born step. */
   bornStep: bigint;
   /** Time left until the claim expires unless renewed, wall time. */
-  lease: Duration | undefined;
+  lease:
+    | Duration
+    | undefined;
+  /**
+   * The W3C header `traceparent` that the group's AddGroups carried, so that work on it can join that trace; empty if it
+   * carried none that is valid, or the buffer restarted since.
+   */
+  traceparent: string;
 }
 
 export interface Claim_TagsEntry {
@@ -6775,6 +6782,7 @@ function createBaseClaim(): Claim {
     groupSize: 0,
     bornStep: 0n,
     lease: undefined,
+    traceparent: "",
   };
 }
 
@@ -6806,6 +6814,9 @@ export const Claim: MessageFns<Claim> = {
     }
     if (message.lease !== undefined) {
       Duration.encode(message.lease, writer.uint32(66).fork()).join();
+    }
+    if (message.traceparent !== "") {
+      writer.uint32(74).string(message.traceparent);
     }
     return writer;
   },
@@ -6890,6 +6901,14 @@ export const Claim: MessageFns<Claim> = {
             message.lease = Duration.decode(reader, reader.uint32());
             continue;
           }
+          case 9: {
+            if (tag !== 74) {
+              break;
+            }
+
+            message.traceparent = reader.string();
+            continue;
+          }
         }
         if ((tag & 7) === 4 || tag === 0) {
           break;
@@ -6939,6 +6958,7 @@ export const Claim: MessageFns<Claim> = {
         ? BigInt(object.born_step)
         : 0n,
       lease: isSet(object.lease) ? Duration.fromJSON(object.lease) : undefined,
+      traceparent: isSet(object.traceparent) ? globalThis.String(object.traceparent) : "",
     };
   },
 
@@ -6974,6 +6994,9 @@ export const Claim: MessageFns<Claim> = {
     if (message.lease !== undefined) {
       obj.lease = Duration.toJSON(message.lease);
     }
+    if (message.traceparent !== "") {
+      obj.traceparent = message.traceparent;
+    }
     return obj;
   },
 
@@ -7004,6 +7027,7 @@ export const Claim: MessageFns<Claim> = {
     message.lease = (object.lease !== undefined && object.lease !== null)
       ? Duration.fromPartial(object.lease)
       : undefined;
+    message.traceparent = object.traceparent ?? "";
     return message;
   },
 };
