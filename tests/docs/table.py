@@ -207,6 +207,11 @@ TABLE: Final[dict[str, dict[str, How]]] = {
         '{"seeds": [{"seed": 0, "rewards": [...], "reward_range": [0.0, 1.0], "steps": 32, "lends": 32, "syncs": 33,'
         " ...}]}": Shown("output"),
     },
+    "docs/load.md": {
+        "turnout bench load": BENCH,
+        "turnout bench load --open": BENCH,
+        "turnout bench load --seconds 120 --rate 32 --json": BENCH,
+    },
     "docs/metrics.md": {
         "turnout buffer serve --metrics-listen 127.0.0.1:9101": Run(
             scene="bare", until="listening on 127.0.0.1:50051", ends=True
@@ -214,6 +219,14 @@ TABLE: Final[dict[str, dict[str, How]]] = {
         "scrape_configs:": Elsewhere(
             "test", "tests/observability/test_prometheus.py::test_the_page_shows_what_promtool_accepts"
         ),
+    },
+    "docs/operations.md": {
+        "turnout doctor --data-dir /var/lib/turnout/buffer --data-dir /var/lib/turnout/engine"
+        " --data-dir /var/lib/turnout/scheduler": Run(
+            prints="0 problems",
+            before="mkdir -p /var/lib/turnout/buffer /var/lib/turnout/engine /var/lib/turnout/scheduler",
+        ),
+        "turnout version": Run(scene="bare", prints="turnout-services"),
     },
     "docs/payloads.md": {
         'worker = WorkerSetup("my-run", buffer="trainer-0:50051", engine="trainer-0:50052",'

@@ -52,7 +52,8 @@ def spans() -> Iterator[InMemorySpanExporter]:
 
 
 def _services(spans: list[ReadableSpan]) -> set[str]:
-    return {str(span.attributes["turnout.service"]) for span in spans if "turnout.service" in (span.attributes or {})}
+    attributes = [span.attributes or {} for span in spans]
+    return {str(one["turnout.service"]) for one in attributes if "turnout.service" in one}
 
 
 def _named(spans: list[ReadableSpan], name: str) -> list[ReadableSpan]:

@@ -85,7 +85,7 @@ def together(name: str, contexts: Iterable[Any]) -> Iterator[None]:
         return
     from opentelemetry import trace
 
-    spans = {}
+    spans: dict[int, tuple[Any, Any]] = {}
     for one in contexts:
         found = trace.get_current_span(one).get_span_context() if one is not None else None
         if found is not None and found.is_valid:

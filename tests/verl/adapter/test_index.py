@@ -218,7 +218,7 @@ def test_a_wait_ends_by_the_workers_report_and_nobody_looks_meanwhile(host: Serv
         rollout.add("train", 1, ["a"], 1)
         rollout.start("train", "a")
         rollout.session("train", "a", 0, [1.0])
-        rollout.index.look = lambda _: parked.set()  # type: ignore[method-assign]
+        rollout.index.look = lambda partition: parked.set()  # type: ignore[method-assign]
         looks = queue.looks
         waiting = threading.Thread(target=rollout.index.wait, args=(1, "train", 1))
         waiting.start()
