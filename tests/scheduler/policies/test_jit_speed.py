@@ -1,5 +1,7 @@
 """Engine speeds learned from counters."""
 
+import math
+
 import pytest
 
 from services.scheduler.policies.jit.speed import SpeedModel
@@ -106,6 +108,22 @@ def test_what_ended_before_a_reclaim_began_is_learned_from_it() -> None:
     assert model.token_s(100) == pytest.approx(0.020, rel=0.05)
     model.moved(engines.now + 5, tokens=0, since=engines.now)
     assert model.token_s(100) == pytest.approx(0.030, rel=0.1)
+
+
+def test_what_ended_before_the_gpus_were_seen_lent_is_learned_then() -> None:
+    """Until the first reclaim was over, all decisions of the first lend rested on the guess of another model."""
+    model = SpeedModel()
+    engines = Engines(model)
+    model.hold_s = math.inf
+    engines.base, engines.slope = 0.015, 0.00015
+    engines.run(60, a=50, b=250)
+    assert not model.measured
+    model.undisturbed(engines.now)
+    before = model.line
+    assert model.token_s(100) == pytest.approx(0.030, rel=0.1)
+    engines.run(20, stalled_s=20, a=50, b=250)
+    model.moved(engines.now, tokens=50_000 * 20, since=engines.now - 20)
+    assert model.line == before, "what came after it may have been a reclaim, and was one"
 
 
 def test_prefill_is_learned_from_stalls_where_it_is_not_reported() -> None:

@@ -112,6 +112,8 @@ class Knowledge:
                 self.sampleable = event.sampleable
                 if isinstance(event, DepthObserved):
                     self.depth = event
+                    # It is read before a reclaim is ordered, and again only when that is over.
+                    self.speed.undisturbed(event.at)
                 return
             case LendDone() | ReclaimDone() | SyncDone():
                 self._moved(event)

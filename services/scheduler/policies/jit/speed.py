@@ -4,7 +4,8 @@ s(b), seconds per token and request at b running requests, is base + slope x b; 
 scale follows the last windows, since engines slow down and speed up as a whole.
 
 Invariants: s(b) is positive and does not fall with b; a window in which GPUs or weights moved teaches nothing about
-decoding. A move is told when it is over, so a window is held back for as long as one may have been under way.
+decoding. A move is told when it is over, so a window is held back for as long as one may have been under way: until
+something shows that none was.
 """
 
 from collections import deque
@@ -109,6 +110,10 @@ class SpeedModel:
         self._moved_at = at
         self._last.clear()
         self._stall = None
+
+    def undisturbed(self, at: float) -> None:
+        """No reclaim is under way at `at`, so no window that ended before was in one."""
+        self._release(at)
 
     def prefilling(self, since: float, tokens: float, replicas: int) -> None:
         """From `since` on `replicas` standalone ones prefill `tokens` together; call it after `moved`."""
