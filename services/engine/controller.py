@@ -193,12 +193,11 @@ class Controller:
         try:
             async with asyncio.timeout(ABORT_TIMEOUT_S):
                 await slot.backend.abort([forward.engine_id for forward in slot.forwards])
-                await slot.emptied(ABORT_TIMEOUT_S)
+                await slot.forwards.emptied(ABORT_TIMEOUT_S)
         except (TurnoutError, TimeoutError) as error:
             _LOG.warning("requests of a removed replica lose tokens", replica_id=slot.replica_id, error=str(error))
-        for forward in list(slot.forwards):
-            forward.interrupt()
-        await slot.emptied(ABORT_TIMEOUT_S)
+        slot.forwards.interrupt()
+        await slot.forwards.emptied(ABORT_TIMEOUT_S)
         await slot.close()
 
     async def drain(self) -> None:

@@ -316,7 +316,7 @@ class Generations:
         live.engine_id = generation.request_id if generation.pinned_to else f"{self._prefix}-r{self._next}"
         self._next += 1
         slot.kept_tokens = slot.kept_tokens or 0
-        slot.enter(live)
+        slot.forwards.enter(live)
         outputs = slot.backend.generate(self._request(live))
         try:
             finish = Finish.ABORT
@@ -339,7 +339,7 @@ class Generations:
         finally:
             generation.leave()
             live.engine_id = ""
-            slot.leave(live)
+            slot.forwards.leave(live)
             await _close(outputs)
 
     async def _next_output(self, live: Live, slot: Slot, outputs: AsyncIterator[EngineOutput]) -> EngineOutput | None:

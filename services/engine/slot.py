@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, TypeVar
 
 from services.engine.backends.base import Answer, Backend, Shards
 from services.engine.deadline import Deadline
@@ -29,6 +29,7 @@ from services.engine.domain.calls import (
 from services.engine.domain.engine_state import EngineState
 from services.engine.domain.replica import Replica
 from services.engine.domain.spec import Health, Route
+from services.engine.forwards import Forwards
 from services.engine.tally import Tally
 from services.runtime.errors import Code, TurnoutError, aborted, deadline_exceeded, internal, unavailable
 from services.runtime.logs import get_logger
@@ -42,29 +43,6 @@ WATCH_S: Final = 0.4
 """Between two looks at an engine that has not answered a command yet, so that its death is known within a second."""
 
 _LOG = get_logger("engine")
-
-
-class Forward(Protocol):
-    """A request that was forwarded to the engine."""
-
-    @property
-    def engine_id(self) -> str:
-        """Its id in the engine."""
-        ...
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Tokens of its prompt."""
-        ...
-
-    @property
-    def output_tokens(self) -> int:
-        """Tokens of output that have come out of engines so far."""
-        ...
-
-    def interrupt(self) -> None:
-        """Stop waiting for the engine; the request goes on elsewhere."""
-        ...
 
 
 class Slot:
@@ -83,7 +61,7 @@ class Slot:
     ) -> None:
         self.replica = replica
         self.backend = backend
-        self.forwards: set[Forward] = set()
+        self.forwards = Forwards()
         self.probe_wanted = asyncio.Event()
         self.shards: Shards = ()
         self.revision = 0
@@ -97,7 +75,6 @@ class Slot:
         self._lock = asyncio.Lock()
         self._overdue: asyncio.Task[Any] | None = None
         self._unreached = False
-        self._emptied = asyncio.Event()
 
     @property
     def replica_id(self) -> str:
@@ -301,8 +278,7 @@ class Slot:
         """The engine does not answer: its requests go on elsewhere."""
         self.replica.mark_unresponsive()
         self.changed()
-        for forward in list(self.forwards):
-            forward.interrupt()
+        self.forwards.interrupt()
 
     @property
     def overdue(self) -> bool:
@@ -314,24 +290,6 @@ class Slot:
         if self._overdue is not None:
             self._overdue.cancel()
         await self.backend.close()
-
-    # -------------------------------------------------------------------------------------------------------- requests
-
-    def enter(self, forward: Forward) -> None:
-        """A request is forwarded to the engine."""
-        self.forwards.add(forward)
-
-    def leave(self, forward: Forward) -> None:
-        """It has ended there."""
-        self.forwards.discard(forward)
-        if not self.forwards:
-            self._emptied.set()
-
-    async def emptied(self, timeout: float) -> None:
-        """Wait until no request is in the engine, at most `timeout` wall seconds."""
-        if self.forwards:
-            self._emptied.clear()
-            await self._wait(self._emptied, timeout)
 
     # ---------------------------------------------------------------------------------------------------------- inside
 
@@ -364,7 +322,7 @@ class Slot:
             return
         while True:
             # What the pause ended is read out first; what is left then came late, or from elsewhere.
-            await self.emptied(min(DRAIN_TURN_S, deadline.left))
+            await self.forwards.emptied(min(DRAIN_TURN_S, deadline.left))
             await self.refresh(deadline.left)
             if not self.forwards and not self.replica.state.running:
                 return
@@ -411,14 +369,6 @@ class Slot:
         except Exception as error:
             _LOG.exception("an engine call failed unexpectedly", replica_id=self.replica_id)
             raise internal("ENGINE_ERROR", f"a call to the engine of {self.replica_id} failed") from error
-
-    @staticmethod
-    async def _wait(event: asyncio.Event, timeout: float) -> None:
-        try:
-            async with asyncio.timeout(timeout):
-                await event.wait()
-        except TimeoutError:
-            return
 
     def _busy(self) -> TurnoutError:
         return deadline_exceeded(
