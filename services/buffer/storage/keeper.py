@@ -24,6 +24,7 @@ from services.runtime.collector import no_collections
 from services.runtime.errors import TurnoutError, describe, unavailable
 from services.runtime.idempotency import Answer
 from services.runtime.journal import Durability, Journal, JournalOptions, JournalState, open_journal
+from services.runtime.journal.compacting import compact_when_due
 from services.runtime.journal.failures import damaged
 from services.runtime.journal.files import JournalFiles
 from services.runtime.journal.mending import RETRY_S, Mending
@@ -135,22 +136,11 @@ class Keeper:
 
     async def compact(self, tick: Tick) -> None:
         """Take a snapshot whenever the log has grown long; never returns."""
-        desk = self._desk
-        while True:
-            await desk.compaction_due.wait()
-            desk.compaction_due.clear()
-            # It was asked for all through the last snapshot, since the log is as long until that is there.
-            if self._journal is not None and not self._journal.compaction_due:
-                continue
-            begun = time.perf_counter()
-            try:
-                await self.snapshot()
-            except TurnoutError as error:
-                self._log.error("could not take a snapshot", error=str(error))
-                await asyncio.sleep(RETRY_S)
-            else:
-                self._log.info("took a snapshot", seconds=round(time.perf_counter() - begun, 3))
-            tick()
+        await compact_when_due(self._desk.compaction_due, self.snapshot, self._log, tick, still=self._log_is_long)
+
+    def _log_is_long(self) -> bool:
+        # It was asked for all through the last snapshot, since the log is as long until that is there.
+        return self._journal is None or self._journal.compaction_due
 
     async def snapshot(self) -> None:
         """Put a snapshot in place of the journal's records up to now."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Final
@@ -17,9 +16,9 @@ from typing import Final
 from services.engine.book import Book
 from services.engine.storage.past import Past, read_past
 from services.engine.storage.schema import SCHEMA
-from services.runtime.errors import TurnoutError
 from services.runtime.journal import Durability, Journal, JournalOptions, open_journal
-from services.runtime.journal.mending import RETRY_S, Mending
+from services.runtime.journal.compacting import compact_when_due
+from services.runtime.journal.mending import Mending
 from services.runtime.logs import get_logger
 from services.runtime.tasks import Tick
 from turnout.engine.storage.v1 import storage_pb2 as st
@@ -84,18 +83,7 @@ class Keeper:
 
     async def compact(self, tick: Tick) -> None:
         """Take a snapshot whenever the log has grown long; never returns."""
-        while True:
-            await self._book.compaction_due.wait()
-            self._book.compaction_due.clear()
-            begun = time.perf_counter()
-            try:
-                await self.snapshot()
-            except TurnoutError as error:
-                _LOG.error("could not take a snapshot", error=str(error))
-                await asyncio.sleep(RETRY_S)
-            else:
-                _LOG.info("took a snapshot", seconds=round(time.perf_counter() - begun, 3))
-            tick()
+        await compact_when_due(self._book.compaction_due, self.snapshot, _LOG, tick)
 
     async def snapshot(self) -> None:
         """Put a snapshot in place of the journal's records up to now."""

@@ -17,7 +17,8 @@ from pathlib import Path
 from services.runtime.clock import ContinuedClock
 from services.runtime.errors import TurnoutError, unavailable
 from services.runtime.journal import Durability, Journal, JournalOptions, open_journal
-from services.runtime.journal.mending import RETRY_S, Mending
+from services.runtime.journal.compacting import compact_when_due
+from services.runtime.journal.mending import Mending
 from services.runtime.logs import get_logger
 from services.runtime.tasks import Tick
 from services.scheduler.domain.config import PolicyFactory
@@ -171,18 +172,7 @@ class Keeper:
 
     async def compact(self, tick: Tick) -> None:
         """Take a snapshot whenever the log has grown long; never returns."""
-        while True:
-            await self.compaction_due.wait()
-            self.compaction_due.clear()
-            begun = time.perf_counter()
-            try:
-                await self.snapshot()
-            except TurnoutError as error:
-                self._log.error("could not take a snapshot", error=str(error))
-                await asyncio.sleep(RETRY_S)
-            else:
-                self._log.info("took a snapshot", seconds=round(time.perf_counter() - begun, 3))
-            tick()
+        await compact_when_due(self.compaction_due, self.snapshot, self._log, tick)
 
     async def snapshot(self) -> None:
         """Put a snapshot in place of the journal's records up to now."""
