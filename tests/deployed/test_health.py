@@ -37,13 +37,18 @@ async def check(channel: grpc.aio.Channel, name: str = "") -> int:
     return int(answer.status)
 
 
-async def watched(channel: grpc.aio.Channel, name: str) -> list[int]:
-    """What a watch tells until it ends."""
-    told: list[int] = []
-    with suppress(grpc.aio.AioRpcError):
-        async for answer in HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=name)):
-            told += [answer.status]
-    return told
+async def watching(channel: grpc.aio.Channel, name: str) -> asyncio.Task[list[int]]:
+    """Begin a watch of a health; what it tells until it ends."""
+    watch = HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=name))
+    told = [(await watch.read()).status]
+
+    async def rest() -> list[int]:
+        with suppress(grpc.aio.AioRpcError):
+            while (answer := await watch.read()) is not grpc.aio.EOF:
+                told.append(answer.status)
+        return told
+
+    return asyncio.create_task(rest())
 
 
 async def listed(channel: grpc.aio.Channel) -> set[str]:
@@ -111,7 +116,7 @@ async def test_h61_a_draining_buffer_says_so_and_its_watches_end(site: Site, num
     async with site.channel(buffer.target) as channel:
         caller = Caller(channel)
         await caller.create()
-        watches = [asyncio.create_task(watched(channel, name)) for name in ("", NAMES["buffer"])]
+        watches = [await watching(channel, name) for name in ("", NAMES["buffer"])]
         goes_on, begun = asyncio.Event(), asyncio.Event()
 
         async def frames() -> Any:
