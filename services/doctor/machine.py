@@ -35,16 +35,15 @@ _NETWORK: Final = ("nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "lustre", "ceph"
 
 
 def check_files(limit: int | None = None) -> Finding:
-    """Whether this process, and those it starts, may open enough files. `limit`: in place of the present one."""
+    """Whether a service may open enough files. `limit`: the most it may raise its own to, in place of the present."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    soft = soft if limit is None else limit
-    if soft != resource.RLIM_INFINITY and soft < FILES_WANTED:
-        raised = "no limit" if hard == resource.RLIM_INFINITY else str(hard)
-        advice = (
-            f"ulimit -n {FILES_WANTED} before the service (up to {raised}), or LimitNOFILE={FILES_WANTED} in its unit"
-        )
-        return problem("files", "open files", f"at most {soft}; each client takes two", advice)
-    return ok("files", "open files", "no limit" if soft == resource.RLIM_INFINITY else f"at most {soft}")
+    most = hard if limit is None else limit
+    if most == resource.RLIM_INFINITY:
+        return ok("files", "open files", "no limit")
+    if most < FILES_WANTED:
+        advice = f"raise the hard limit: LimitNOFILE={FILES_WANTED} in its unit, or /etc/security/limits.conf"
+        return problem("files", "open files", f"at most {most}; each client takes two", advice)
+    return ok("files", "open files", f"at most {most}, which services raise theirs to (now {soft})")
 
 
 def check_data_dir(path: Path, mounts: str | None = None) -> Iterator[Finding]:

@@ -32,7 +32,8 @@ from services.runtime.handlers import Handlers, InFlight
 from services.runtime.health import METRICS, VERSION, Health
 from services.runtime.identity import Identity, own_version
 from services.runtime.logs import get_logger
-from services.runtime.metrics import CallMetrics, LoopLag, MetricsServer, new_registry
+from services.runtime.metrics import CallMetrics, LoopLag, new_registry
+from services.runtime.metrics_server import MetricsServer
 from services.runtime.tasks import Supervisor
 from services.runtime.tls import ServerTls, TlsError
 from services.runtime.tokens import TokenFile, TokensError

@@ -1,4 +1,4 @@
-"""Prometheus metrics of a service, and their HTTP endpoint.
+"""Prometheus metrics of a service.
 
 Invariants: every service instance has a registry of its own, so that several live in one process; methods that do not
 exist make no series.
@@ -7,32 +7,19 @@ exist make no series.
 from __future__ import annotations
 
 import asyncio
-import ssl
 import time
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import accumulate
-from threading import Thread
-from typing import TYPE_CHECKING, Any, Final
-from wsgiref.simple_server import WSGIServer
+from typing import Final
 
 from prometheus_client import CollectorRegistry, Histogram, PlatformCollector, ProcessCollector
-from prometheus_client import start_http_server as start_prometheus
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from services.runtime.addresses import Address, AddressError, check_free
-from services.runtime.discovery import Discovery
 from services.runtime.tasks import Tick
-from services.runtime.tls import ServerTls
-
-if TYPE_CHECKING:
-    from wsgiref.types import StartResponse, WSGIEnvironment
-
-SD_PATH: Final = "/sd"
-"""Where the list for Prometheus' `http_sd_configs` is."""
 
 _SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 1200)
 """From a call in memory to a wait that is parked for a whole training step."""
@@ -134,60 +121,3 @@ class LoopLag:
             await asyncio.sleep(LAG_PERIOD_S)
             self._lag.observe(max(0.0, time.perf_counter() - due))
             tick()
-
-
-class MetricsServer:
-    """Serves a registry at http://HOST:PORT/metrics (https:// over TLS), and where else metrics are at /sd.
-
-    It runs in a thread of its own.
-    """
-
-    def __init__(
-        self, address: Address, registry: CollectorRegistry, discovery: Discovery, tls: ServerTls | None = None
-    ) -> None:
-        check_free(address)
-        self._server: WSGIServer
-        self._thread: Thread
-        try:
-            files = {} if tls is None else tls.files
-            self._server, self._thread = start_prometheus(address.port, address.host, registry, **files)
-        except OSError as error:
-            raise AddressError(f"cannot serve metrics on {address}: {error.strerror}") from error
-        if tls is not None:
-            _keep_fresh(self._server.socket, tls)
-        scheme = "http" if tls is None else "https"
-        address = address.with_port(self._server.server_port)
-        self.url = f"{scheme}://{address}/metrics"
-        metrics = self._server.get_app()
-        assert metrics is not None
-
-        def app(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
-            if environ.get("PATH_INFO") != SD_PATH:
-                return metrics(environ, start_response)
-            try:
-                # Whoever asks reached us under a name that works for it, which a wildcard address is not.
-                content = discovery.as_json(f"{scheme}://{environ.get('HTTP_HOST') or address}")
-            except (TimeoutError, RuntimeError):
-                # With an error Prometheus keeps the targets that it had.
-                start_response("503 Service Unavailable", [("Content-Type", "text/plain")])
-                return [b"the service does not answer now\n"]
-            start_response("200 OK", [("Content-Type", "application/json")])
-            return [content]
-
-        self._server.set_app(app)
-
-    def close(self) -> None:
-        """Stop serving and release the port."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
-
-
-def _keep_fresh(listening: Any, tls: ServerTls) -> None:
-    # The handshake is for the thread of the request: a silent peer must not keep the others waiting.
-    listening.do_handshake_on_connect = False
-
-    def renew(connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
-        connection.context = tls.context()
-
-    listening.context.sni_callback = renew

@@ -20,6 +20,7 @@ from services.runtime.collector import short_collections
 from services.runtime.config import ServiceSettings
 from services.runtime.host import Build, ServiceHost, StartError
 from services.runtime.logs import get_logger, setup_logs
+from services.runtime.open_files import raise_open_files
 from services.runtime.tracing import TracingError, export_traces
 
 EXIT_FAILED: Final = 1
@@ -37,6 +38,7 @@ def run_service(name: str, settings: ServiceSettings, build: Build) -> int:
             return EXIT_FAILED
         atexit.register(finish)
     keep_freed_memory()
+    raise_open_files()
     with short_collections(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_serve(name, settings, build))
 

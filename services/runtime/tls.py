@@ -43,13 +43,6 @@ class ServerTls:
             require_client_authentication=self._client_ca is not None,
         )
 
-    @property
-    def files(self) -> dict[str, Any]:
-        """What an HTTP server of prometheus_client begins with."""
-        mutual = self._client_ca is not None
-        paths = {"certfile": self._cert, "keyfile": self._key, "client_cafile": self._client_ca}
-        return {**{name: path and str(path) for name, path in paths.items()}, "client_auth_required": mutual}
-
     def context(self) -> ssl.SSLContext:
         """What an HTTP server shows its certificate by in the next handshake."""
         self._refresh()

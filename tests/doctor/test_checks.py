@@ -114,7 +114,7 @@ def test_too_few_file_descriptors() -> None:
     """At 1024, a few hundred workers end with EMFILE in the middle of the night."""
     finding = machine.check_files(1024)
     assert finding.verdict is Verdict.PROBLEM
-    assert "ulimit -n" in finding.advice
+    assert "LimitNOFILE" in finding.advice
     assert machine.check_files(1 << 20).verdict is Verdict.OK
 
 
