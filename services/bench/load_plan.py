@@ -21,8 +21,8 @@ GENERATION_S: Final = 6.0
 """Mean wall seconds of a trajectory. Longer ones put more timers into the workers and no more calls on the services but
 renewals."""
 
-CLAIM_S: Final = 15.0
-"""Lease of a claim: short, so that workers renew while they generate."""
+CLAIM_S: Final = 30.0
+"""Lease of a claim: short, so that workers renew most of them."""
 
 SAME_REWARD: Final = 50
 """One of so many groups has equal rewards; it is filtered, and a prompt is asked for in its place."""

@@ -102,7 +102,8 @@ class Trainer:
                 epoch=hooks.epoch,
                 step=hooks.next_step,
                 target=plan.groups_per_run,
-            )
+            ),
+            refill_fn=lambda count: self._specs(count, FILL),
         )
         self._resident = plan.groups_per_run
         return hooks

@@ -1,8 +1,8 @@
 """Repeatable calls: one request_id, one effect, one answer.
 
-Invariants: only OK answers are kept; per run at most `limit` of them, the oldest going first, and none longer than
-`ttl_s`; while the first call with an id is at work its duplicates wait for it; the same id with other content is
-refused and changes nothing. Time is passed in.
+Invariants: only OK answers are kept; of a run none longer than `ttl_s`, at most `limit` of them, and at most `FEW` that
+are older than `RECENT_S`, the oldest going first; while the first call with an id is at work its duplicates wait for
+it; the same id with other content is refused and changes nothing. Time is passed in.
 """
 
 from __future__ import annotations
@@ -24,17 +24,46 @@ TTL_S: Final = 3600.0
 """A client that still repeats a call after an hour has given up long ago."""
 
 LIMIT: Final = 100_000
-"""Answers kept per run: more than any trainer sends in an hour, and bounded memory against one that does."""
+"""Answers kept per run: more than any trainer sends in an hour, and some 50 MB against one that does."""
+
+RECENT_S: Final = 120.0
+"""Four times what a client gives a call with all its attempts: what is older is repeated by hardly anybody. Many
+workers get more answers in an hour than memory should hold, and all but the newest would be for nobody."""
+
+FEW: Final = 1024
+"""So many may be old: all of an hour of a trainer's calls, and no more than half a megabyte."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An answer that was given at `at`."""
+    """An answer that was given at `at`; `held` is what stands for it: see `of`."""
 
     call: str
     fingerprint: bytes
     at: float
-    value: object
+    held: object
+
+    @classmethod
+    def of(cls, call: str, fingerprint: bytes, at: float, value: object) -> Answer:
+        """Return what keeps `value`: of a message its bytes, since one that lives takes a kilobyte, however small."""
+        if isinstance(value, Message):
+            value = _Bytes(type(value), value.SerializeToString())
+        return cls(call, fingerprint, at, value)
+
+    @property
+    def value(self) -> object:
+        """What was answered."""
+        if isinstance(self.held, _Bytes):
+            return self.held.kind.FromString(self.held.content)
+        return self.held
+
+
+@dataclass(frozen=True, slots=True)
+class _Bytes:
+    """A message."""
+
+    kind: type[Message]
+    content: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +122,7 @@ class Answers:
         self._at_work[key] = _AtWork(call, fingerprint, asyncio.Event())
         try:
             value = await execute()
-            self._keep(run_id, request_id, Answer(call, fingerprint, now, value))
+            self._keep(run_id, request_id, Answer.of(call, fingerprint, now, value))
             return value
         finally:
             self._at_work.pop(key).ended.set()
@@ -104,7 +133,7 @@ class Answers:
 
     def remember(self, run_id: str, call: str, request_id: str, fingerprint: bytes, at: float, value: object) -> None:
         """Keep an answer that an earlier process gave at `at`."""
-        self._keep(run_id, request_id, Answer(call, fingerprint, at, value))
+        self._keep(run_id, request_id, Answer.of(call, fingerprint, at, value))
 
     def kept(self, run_id: str) -> list[tuple[str, Answer]]:
         """The kept answers of a run by request_id, oldest first; for `remember`."""
@@ -147,5 +176,7 @@ class Answers:
     def _keep(self, run_id: str, request_id: str, answer: Answer) -> None:
         answers = self._kept.setdefault(run_id, OrderedDict())
         answers[request_id] = answer
-        while len(answers) > self._limit:
+        while len(answers) > self._limit or (
+            len(answers) > FEW and next(iter(answers.values())).at + RECENT_S <= answer.at
+        ):
             answers.popitem(last=False)

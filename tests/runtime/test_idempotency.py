@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from google.protobuf.message import Message
 from google.protobuf.struct_pb2 import Value
 from hypothesis import given
 from hypothesis import strategies as st
 
 from services.runtime.errors import Code, TurnoutError, unavailable
-from services.runtime.idempotency import Answers, fingerprint
+from services.runtime.idempotency import FEW, RECENT_S, Answers, fingerprint
 
 
 class Work:
@@ -109,6 +110,37 @@ async def test_answers_expire_and_are_bounded() -> None:
     assert await answers.once("run", "Sample", "4", b"x", 14, work) == 6
     answers.forget_run("run")
     assert len(answers) == 0
+
+
+async def test_only_few_old_answers_are_kept_beside_the_recent_ones() -> None:
+    """A hundred workers get more answers in an hour than memory should hold, and repeat no call after minutes."""
+    answers, work = Answers(), Work()
+    for number in range(3 * FEW):
+        await answers.once("run", "FinishTrajectories", str(number), b"x", 0, work)
+    assert len(answers) == 3 * FEW
+    await answers.once("run", "FinishTrajectories", "soon", b"x", RECENT_S - 1, work)
+    assert len(answers) == 3 * FEW + 1
+    await answers.once("run", "FinishTrajectories", "late", b"x", RECENT_S, work)
+    assert len(answers) == FEW
+    # The newest are those that stay.
+    assert answers.has("run", "soon", RECENT_S)
+    assert answers.has("run", str(3 * FEW - 1), RECENT_S)
+    assert not answers.has("run", "0", RECENT_S)
+
+
+async def test_messages_are_kept_as_bytes_and_told_again_as_messages() -> None:
+    """A message that lives takes a kilobyte, however little it says."""
+    answers, first = Answers(), Value(number_value=1)
+
+    async def execute() -> Value:
+        return first
+
+    assert await answers.once("run", "Sample", "r1", b"x", 0, execute) is first
+    [(_, kept)] = answers.kept("run")
+    assert not isinstance(kept.held, Message)
+    assert kept.value == first
+    first.number_value = 2  # whoever got the first answer may do with it what it likes
+    assert await answers.once("run", "Sample", "r1", b"x", 0, execute) == Value(number_value=1)
 
 
 async def test_an_answer_that_took_long_expires_in_its_time() -> None:

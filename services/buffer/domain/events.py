@@ -4,13 +4,19 @@ Invariants: sequence numbers rise by one from 1; the newest `capacity` events ar
 an error that names the first kept. Progress is told as it happens, under number 0, and never kept.
 """
 
+import json
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any, Final
 
 from services.buffer.domain.evictions import EvictionReason
 from services.runtime.errors import out_of_range
+from services.runtime.history import History, Packing
 
-# About a hundred steps of a 512-group job, so that a scheduler that restarts finds what it missed; some 20 MB at worst.
+# About a dozen steps of a 512-group job, so that a scheduler that restarts finds what it missed. Packed they take a
+# megabyte or two, and the newest as objects half a megabyte more.
 CAPACITY = 65_536
 
 
@@ -51,21 +57,76 @@ class GroupEvent:
     engine_request_id: str = ""
 
 
-class EventRing:
-    """The newest events of a run."""
+_KINDS: Final = {kind.value: kind for kind in GroupEventKind}
+_REASONS: Final = {reason.value: reason for reason in EvictionReason}
 
-    __slots__ = ("_capacity", "_events", "next_sequence")
+
+def _pack(events: Sequence[GroupEvent]) -> bytes:
+    # By field: neighbours share most of theirs, so that little is left of them.
+    fields = zip(*map(_fields, events), strict=True)
+    return zlib.compress(json.dumps(list(fields), separators=(",", ":")).encode(), level=1)
+
+
+def _fields(event: GroupEvent) -> tuple[object, ...]:
+    return (
+        event.sequence,
+        event.wall,
+        event.kind.value,
+        event.partition,
+        event.group_id,
+        event.born,
+        event.trajectories,
+        event.index,
+        event.lengths,
+        event.replica_id,
+        [reason.value for reason in event.reasons],
+        event.attempt,
+    )
+
+
+def _event(row: Sequence[Any]) -> GroupEvent:
+    sequence, wall, kind, partition, group_id, born, trajectories, index, lengths, replica_id, reasons, attempt = row
+    return GroupEvent(
+        sequence,
+        wall,
+        _KINDS[kind],
+        partition,
+        group_id,
+        born,
+        trajectories,
+        index,
+        tuple(lengths),
+        replica_id,
+        tuple([_REASONS[reason] for reason in reasons]),
+        attempt,
+    )
+
+
+def _unpack(packed: bytes) -> list[GroupEvent]:
+    return list(map(_event, zip(*json.loads(zlib.decompress(packed)), strict=True)))
+
+
+_PACKING: Final = Packing(_pack, _unpack)
+
+
+class EventRing:
+    """The newest events of a run; an event's position in the history is its sequence number."""
+
+    __slots__ = ("_capacity", "_history")
 
     def __init__(self, capacity: int = CAPACITY) -> None:
         self._capacity = capacity
-        # Position sequence % capacity, so that any event is found at once.
-        self._events: list[GroupEvent] = []
-        self.next_sequence = 1
+        self._history = History(_PACKING, 1)
+
+    @property
+    def next_sequence(self) -> int:
+        """Number of the next event."""
+        return self._history.end
 
     @property
     def first_kept(self) -> int:
         """Sequence number of the oldest kept event, or of the next one if none is kept."""
-        return self.next_sequence - len(self._events)
+        return self._history.first
 
     def append(
         self,
@@ -97,23 +158,26 @@ class EventRing:
             reasons,
             attempt,
         )
-        if len(self._events) < self._capacity:
-            self._events.append(event)
-        else:
-            self._events[(event.sequence - 1) % self._capacity] = event
-        self.next_sequence += 1
+        self._keep(event)
 
-    def kept(self) -> list[GroupEvent]:
-        """The kept events in order."""
-        turn = (self.next_sequence - 1) % self._capacity if len(self._events) == self._capacity else 0
-        return [*self._events[turn:], *self._events[:turn]]
+    def _keep(self, event: GroupEvent) -> None:
+        self._history.append(event)
+        self._history.trim(self._history.end - self._capacity)
 
-    def restore(self, events: list[GroupEvent]) -> None:
-        """Take the events that `kept` gave, under their own numbers: from the first on, or as many as fit."""
-        self._events = list(events)
-        if len(events) == self._capacity:
-            for event in events:
-                self._events[(event.sequence - 1) % self._capacity] = event
+    def kept(self) -> Iterator[GroupEvent]:
+        """The kept events of now in order, however the run goes on."""
+        return self._history.snapshot()
+
+    def restart(self, next_sequence: int) -> None:
+        """Begin empty, with this number for the next event."""
+        self._history = History(_PACKING, next_sequence)
+
+    def restore(self, events: Iterable[GroupEvent]) -> None:
+        """Take events that `kept` gave, the oldest first, under their own numbers, which end with the last one's."""
+        for event in events:
+            if event.sequence != self._history.end:
+                self.restart(event.sequence)
+            self._keep(event)
 
     def read(self, sequence: int, limit: int) -> list[GroupEvent]:
         """Up to `limit` events from `sequence` on, empty if it is not there yet.
@@ -128,5 +192,4 @@ class EventRing:
                 value=sequence,
                 first_kept=self.first_kept,
             )
-        end = min(self.next_sequence, sequence + limit)
-        return [self._events[(number - 1) % self._capacity] for number in range(sequence, end)]
+        return self._history.read(sequence, limit)

@@ -16,7 +16,6 @@ from services.buffer.domain import pump as pumping
 from services.buffer.domain.caps import cap_reached
 from services.buffer.domain.claims import ClaimToken
 from services.buffer.domain.config import RunConfig
-from services.buffer.domain.events import EventRing
 from services.buffer.domain.external import ExternalBook
 from services.buffer.domain.ids import Ids
 from services.buffer.domain.leases import Lease, LeaseBook, LeaseState
@@ -368,11 +367,11 @@ class Run:
         return total
 
     def take_apart(self) -> list[list[Any]]:
-        """Forget the groups, leases and events, since the run is no longer used; the caller frees them in its time."""
+        """Forget the groups and leases, since the run is no longer used; the caller frees them in its time."""
         state = self.state
         groups = [group for partition in self.partitions.values() for group in partition.let_go()]
-        apart: list[list[Any]] = [groups, state.leases.remembered(), state.events.kept()]
-        state.leases, state.events = LeaseBook(), EventRing()
+        apart: list[list[Any]] = [groups, state.leases.remembered()]
+        state.leases = LeaseBook()
         return apart
 
     def clear(self) -> None:

@@ -48,7 +48,7 @@ class RunBuilder:
         run = self.run
         state = run.state
         state.epoch, state.step, state.sequence = image.epoch, image.step, image.sequence
-        state.events.next_sequence = image.next_event
+        state.events.restart(image.next_event)
         for partition in image.partitions:
             read_partition(partition, run.partitions[partition.name])
         for ref in image.uploads:

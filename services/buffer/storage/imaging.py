@@ -7,6 +7,7 @@ about to change before its turn is written down first. Payloads of a group that 
 
 from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
+from itertools import islice
 from typing import TypeVar
 
 from services.buffer.domain.claims import Claim
@@ -64,7 +65,7 @@ class RunImaging:
         self._claims: list[Claim] = []
         self._leases: list[Lease] = []
         self._frozen: dict[str, tuple[LeaseState, float, Iterable[Group]]] = {}
-        self._events = state.events.kept() if not self._checkpoint else []
+        self._events = state.events.kept() if not self._checkpoint else iter(())
         if not self._checkpoint:
             self._claims = list(state.claims)
             self._leases = state.leases.remembered()
@@ -218,6 +219,7 @@ def answers_part(run_id: str, call: str, answers: Iterable[tuple[str, Answer]]) 
     return part
 
 
-def _lots(items: list[T]) -> Iterator[list[T]]:
-    for start in range(0, len(items), ITEMS_PER_PART):
-        yield items[start : start + ITEMS_PER_PART]
+def _lots(items: Iterable[T]) -> Iterator[list[T]]:
+    left = iter(items)
+    while some := list(islice(left, ITEMS_PER_PART)):
+        yield some

@@ -4,7 +4,6 @@ Invariant: what is loaded is checked before anything is served: every ledger bal
 groups.
 """
 
-from services.buffer.domain.events import GroupEvent
 from services.buffer.domain.group import GroupState
 from services.buffer.domain.ids import Ids
 from services.buffer.domain.moment import Moment
@@ -30,7 +29,6 @@ class SnapshotReader:
         self._store = store
         self._arriving = PayloadsArriving(store)
         self._builder: RunBuilder | None = None
-        self._events: list[GroupEvent] = []
 
     def feed(self, part: st.Part) -> None:
         """Take the next part."""
@@ -74,10 +72,8 @@ class SnapshotReader:
             case "payload":
                 self._arriving.feed(part.payload)
             case "events":
-                self._events += map(read_event, part.events.events)
+                builder.run.state.events.restore(map(read_event, part.events.events))
             case "run_end":
-                builder.run.state.events.restore(self._events)
-                self._events.clear()
                 self._memory.runs.add(builder.finish(self._memory.now))
                 self._builder = None
 

@@ -103,7 +103,7 @@ class Calls:
         async def recorded() -> M:
             answer = await execute()
             if request_id:
-                controller.book.answer(call, request_id, Answer(call, content, now, answer))
+                controller.book.answer(call, request_id, Answer.of(call, content, now, answer))
             return answer
 
         async def once() -> M | TurnoutError:

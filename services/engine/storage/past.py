@@ -65,7 +65,9 @@ class Past:
                 answered: pb.SleepResponse = getattr(pb, image.type).FromString(image.response)
                 # Taken out first: the newest is the last.
                 self.answers.pop((image.call, image.request_id), None)
-                self.answers[image.call, image.request_id] = Answer(image.call, image.fingerprint, image.at, answered)
+                self.answers[image.call, image.request_id] = Answer.of(
+                    image.call, image.fingerprint, image.at, answered
+                )
             case unknown:
                 raise KeyError(unknown)
 
