@@ -16,7 +16,9 @@ from services.bench.result import Result
 from services.scheduler.convert_events import event_to_proto
 from services.scheduler.domain import events
 from services.scheduler.domain.config import RunConfig
+from services.scheduler.domain.log import EventLog
 from services.scheduler.domain.run import Depth, Moment, Run
+from services.scheduler.packing import PACKING
 from services.scheduler.policies import create
 from services.scheduler.policies.config import SwitchConfig
 from services.scheduler.policies.types import Point
@@ -50,7 +52,7 @@ class Scene:
         )
         self.now = 0.0
         self.turns = Turns()
-        self.run = Run("bench", config, create, 100_000, 1.0, self.moment)
+        self.run = Run("bench", config, create, EventLog(100_000, PACKING), 1.0, self.moment)
         self.run.open(1, config, None, self.moment)
         self._random = random.Random(0)
         self._requests = requests

@@ -19,11 +19,13 @@ from services.scheduler.convert import config_from_proto, lend_to_proto, resume_
 from services.scheduler.domain.config import PolicyFactory, RunConfig
 from services.scheduler.domain.events import LendKind
 from services.scheduler.domain.lends import Lend
+from services.scheduler.domain.log import EventLog
 from services.scheduler.domain.resume import Resume, check_resume
 from services.scheduler.domain.run import Run
 from services.scheduler.engine_peer import EnginePeer
 from services.scheduler.hosted import Following, HostedRun, Tools
 from services.scheduler.links import Links
+from services.scheduler.packing import PACKING
 from turnout.scheduler.v1 import scheduler_pb2
 
 
@@ -162,8 +164,8 @@ class Opener:
         if before is not None:
             return self.hosted(opening, before.run)
         tools = self._tools
-        history, scale, now = tools.settings.event_history, tools.clock.scale, tools.moment()
-        return self.hosted(opening, Run(opening.run_id, opening.config, self._create, history, scale, now))
+        log, scale, now = EventLog(tools.settings.event_history, PACKING), tools.clock.scale, tools.moment()
+        return self.hosted(opening, Run(opening.run_id, opening.config, self._create, log, scale, now))
 
     def hosted(self, opening: Opening, run: Run) -> HostedRun:
         """`run` with peers as `opening` names them."""

@@ -84,7 +84,10 @@ class SchedulerSettings(PeerSettings):
         description="Read running requests and replica counters: policies that predict and `turnout top` use them.",
     )
     event_history: int = Field(
-        100_000, ge=1000, le=10_000_000, description="Events kept per run for WatchRun; older ones are trimmed."
+        100_000,
+        ge=1000,
+        le=10_000_000,
+        description="Events kept per run for WatchRun; older ones are trimmed, as are those beyond 64 MiB.",
     )
 
     @model_validator(mode="after")

@@ -79,7 +79,7 @@ class Run:
     """The state of one run over all its epochs."""
 
     def __init__(
-        self, run_id: str, config: RunConfig, create: PolicyFactory, log_limit: int, scale: float, moment: Moment
+        self, run_id: str, config: RunConfig, create: PolicyFactory, log: EventLog, scale: float, moment: Moment
     ) -> None:
         """`scale`: wall seconds per domain second, for the trainer's lease, which is wall time."""
         self.run_id = run_id
@@ -99,7 +99,7 @@ class Run:
         self.unfinished_lend = ""
         """Lend that the controller may hold open, empty if none: taking the GPUs back begins with undoing it."""
         self.timings = StepTimings()
-        self.log = EventLog(log_limit)
+        self.log = log
         self.order = CallOrder(Position(), config.parameter_sync_step)
         self.lease = TrainerLease(config.trainer_lease_s / scale, moment.now)
         self.reclaim_ordered_at: float | None = None

@@ -13,8 +13,9 @@ from google.protobuf.message import Message
 from services.scheduler.checkpoints import Checkpoints
 from services.scheduler.convert_events import event_to_proto
 from services.scheduler.domain.calls import CallKey
-from services.scheduler.domain.events import RequestProgress, RunEvent
+from services.scheduler.domain.events import RunEvent
 from services.scheduler.hosted import HostedRun
+from services.scheduler.packing import weight
 from services.scheduler.storage import policy_image
 from services.scheduler.storage.images import following_of, key_to, places_of, state_of
 from turnout.scheduler.storage.v1 import storage_pb2 as st
@@ -92,7 +93,7 @@ class Book:
     def parts(self) -> Iterator[st.Part]:
         """The run's parts of a snapshot. It is that of the moment in which the first is asked for."""
         run = self.hosted.run
-        kept = tuple(run.log)
+        kept = iter(run.log)
         image = st.RunImage(
             run_id=run.run_id,
             first_event=run.log.first,
@@ -116,13 +117,13 @@ class Book:
 
 def _batches(kept: Iterable[RunEvent]) -> Iterator[list[RunEvent]]:
     batch: list[RunEvent] = []
-    weight = 0
+    weighs = 0
     for placed in kept:
         batch.append(placed)
-        weight += 1 + (len(placed.event.requests) if isinstance(placed.event, RequestProgress) else 0)
-        if weight >= PART_WEIGHT:
+        weighs += weight(placed)
+        if weighs >= PART_WEIGHT:
             yield batch
-            batch, weight = [], 0
+            batch, weighs = [], 0
     if batch:
         yield batch
 

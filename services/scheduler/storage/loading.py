@@ -24,6 +24,7 @@ from services.scheduler.domain.feed import PolicyFeed
 from services.scheduler.domain.learner import Learner
 from services.scheduler.domain.log import EventLog
 from services.scheduler.domain.run import SavedState, recall
+from services.scheduler.packing import PACKING
 from services.scheduler.policies.base import Policy
 from services.scheduler.policies.errors import FieldError
 from services.scheduler.storage import policy_image
@@ -161,7 +162,7 @@ class Loading:
 
     def _run(self, run_id: str) -> LoadedRun:
         if run_id not in self.runs:
-            self.runs[run_id] = LoadedRun(run_id, self._create, EventLog(self._history))
+            self.runs[run_id] = LoadedRun(run_id, self._create, EventLog(self._history, PACKING))
         return self.runs[run_id]
 
 

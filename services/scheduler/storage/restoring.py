@@ -39,8 +39,7 @@ def _restored(
         raise ValueError("nothing says how it began")
     moment = tools.moment()
     config = RunConfig.of_json(state.config_json)
-    run = Run(loaded.run_id, config, create, tools.settings.event_history, tools.clock.scale, moment)
-    run.log = loaded.log
+    run = Run(loaded.run_id, config, create, loaded.log, tools.clock.scale, moment)
     run.learner = loaded.learner
     run.goodput.replay(run.log)
     restore_run(run, state, loaded.places)

@@ -10,8 +10,10 @@ from services.scheduler.domain import events
 from services.scheduler.domain.calls import Call, CallKey
 from services.scheduler.domain.events import LendKind, Mode
 from services.scheduler.domain.lends import Lend
+from services.scheduler.domain.log import EventLog
 from services.scheduler.domain.resume import Resume
 from services.scheduler.domain.run import Depth, Moment, Run
+from services.scheduler.packing import PACKING
 from services.scheduler.policies.types import Action, Point
 from tests.scheduler.domain.test_config import GOOD
 
@@ -21,7 +23,7 @@ def moment(now: float) -> Moment:
 
 
 def opened(scale: float = 1.0) -> Run:
-    run = Run("run", GOOD, policies.create, 1000, scale, moment(100.0))
+    run = Run("run", GOOD, policies.create, EventLog(1000, PACKING), scale, moment(100.0))
     run.open(1, GOOD, None, moment(100.0))
     return run
 
@@ -219,7 +221,7 @@ def test_a_checkpoint_of_another_policy_is_left_alone() -> None:
     """What `fixed` learned means nothing to `verl`."""
     run = opened()
     saved = run.save()
-    other = Run("run", replace(GOOD, policy="fixed"), policies.create, 1000, 1.0, moment(0.0))
+    other = Run("run", replace(GOOD, policy="fixed"), policies.create, EventLog(1000, PACKING), 1.0, moment(0.0))
     other.open(2, other.config, Resume(0, "checkpoint"), moment(1.0), saved)
     other.decide(Point.SAMPLE_BEGIN, 0, moment(1.0))
     made = other.log.read(other.log.last, 1)[0].event

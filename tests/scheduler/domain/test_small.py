@@ -1,15 +1,19 @@
 """Lends, lease, holdings, timings, resume and log."""
 
+import gc
+
 import pytest
 
 from services.runtime.errors import Code, TurnoutError
-from services.scheduler.domain.events import LendKind, StepBegan
+from services.runtime.history import BLOCK_WEIGHT, FRESH_WEIGHT
+from services.scheduler.domain.events import LendKind, RequestProgress, RunEvent, RunningRequest, StepBegan
 from services.scheduler.domain.holdings import Gpu, Holdings
 from services.scheduler.domain.lease import TrainerLease
 from services.scheduler.domain.lends import Lend, Lends, lend_closed
 from services.scheduler.domain.log import EventLog
 from services.scheduler.domain.resume import Resume, check_resume
 from services.scheduler.domain.timings import StepTimings
+from services.scheduler.packing import PACKING
 
 A, B = Gpu("n0", "a"), Gpu("n0", "b")
 
@@ -144,7 +148,7 @@ def test_a_resume_after_the_last_step_there_can_be_is_refused_before_anybody_is_
 
 def test_the_log_has_no_gaps_and_time_does_not_run_backwards() -> None:
     """A consumer that resumes by number would miss or repeat events."""
-    log = EventLog(limit=100)
+    log = EventLog(100, PACKING)
     assert (log.first, log.last) == (1, 0)
     log.append(StepBegan(1), 5.0, 0.0)
     log.append(StepBegan(2), 4.0, 0.0)
@@ -155,7 +159,7 @@ def test_the_log_has_no_gaps_and_time_does_not_run_backwards() -> None:
 
 def test_trimmed_events_are_an_error_never_a_gap() -> None:
     """A silent gap would make a report add up to the wrong sum."""
-    log = EventLog(limit=8)
+    log = EventLog(8, PACKING)
     for step in range(30):
         log.append(StepBegan(step), float(step), 0.0)
     assert log.last == 30
@@ -167,9 +171,31 @@ def test_trimmed_events_are_an_error_never_a_gap() -> None:
     assert caught.value.metadata["first"] == str(log.first)
 
 
+def test_old_events_are_packed_and_told_as_they_were() -> None:
+    """As objects a hundred thousand events take fifty megabytes, and readings of many requests a gigabyte."""
+    before = _objects(RunEvent)
+    log = EventLog(100_000, PACKING)
+    requests = tuple(RunningRequest(f"g{n}", n % 8, n, "standalone-0", on_hybrid=False) for n in range(300))
+    for number in range(6000):
+        reading = number % 100 == 0
+        log.append(RequestProgress(requests, 1.0) if reading else StepBegan(number), float(number), 1e9 + number)
+    told = log.read(1, 6000)
+    assert told == list(log)
+    assert [event.sequence for event in told] == list(range(1, 6001))
+    assert (told[100].event, told[100].at, told[100].time) == (RequestProgress(requests, 1.0), 100.0, 1e9 + 100)
+    assert (told[99].event, told[99].at) == (StepBegan(99), 99.0)
+    del told
+    assert _objects(RunEvent) - before < FRESH_WEIGHT + 2 * BLOCK_WEIGHT
+
+
+def _objects(kind: type) -> int:
+    gc.collect()
+    return sum(isinstance(each, kind) for each in gc.get_objects())
+
+
 def test_numbers_of_another_life_are_an_error_never_a_silence() -> None:
     """A consumer that went on after a restart of the service heard nothing until the new run was as long as the old."""
-    log = EventLog(limit=100)
+    log = EventLog(100, PACKING)
     log.append(StepBegan(1), 0.0, 0.0)
     assert log.read(2, 1) == []
     with pytest.raises(TurnoutError) as caught:
@@ -180,7 +206,7 @@ def test_numbers_of_another_life_are_an_error_never_a_silence() -> None:
 
 def test_listeners_hear_of_every_event_until_they_stop() -> None:
     """A watcher that missed a wake-up would hang until the next event."""
-    log = EventLog(limit=10)
+    log = EventLog(10, PACKING)
     heard: list[int] = []
     stop = log.listen(lambda: heard.append(log.last))
     log.append(StepBegan(1), 0.0, 0.0)

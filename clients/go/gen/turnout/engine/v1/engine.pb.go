@@ -31,7 +31,8 @@
 //     FAILED_PRECONDITION / UNKNOWN_EPOCH.
 //   * `request_id`, empty for none, makes a mutation repeatable. It is scoped to (run, call): the same id with the same
 //     content gets the first answer again, with other content INVALID_ARGUMENT / REQUEST_ID_REUSED. Content is every field
-//     but epoch and timeout. OK answers are kept for an hour, at most 100 000.
+//     but epoch and timeout. OK answers are kept for an hour, at most 100 000 of each call, and of those older than two
+//     minutes the newest 1024.
 //   * One controller serves one run: another run_id is NOT_FOUND / RUN_NOT_FOUND. The first OpenEpoch or Register binds it
 //     (an agent: the first call of any kind), unless the service was started for a named run.
 //   * Tags name the kinds of memory an engine can give up: "weights", "kv_cache", and what else it declares. They are

@@ -42,7 +42,8 @@ import { Timestamp } from "../../../google/protobuf/timestamp.js";
  *   * `request_id`, empty for none, makes a mutation repeatable. It is scoped to (run, call): the same id with the same
  *     content gets the first answer again, with other content INVALID_ARGUMENT / REQUEST_ID_REUSED. Content is every
  *     field but epoch, max_wait, progress_interval and cursor. Only OK answers that had an effect are kept, for an hour
- *     and at most 100 000 a run: a Sample that did not end REACHED and an empty ClaimGroups are tried anew. Restore
+ *     and at most 100 000 a run, of those older than two minutes the newest 1024 of each call: a Sample that did not end
+ *     REACHED and an empty ClaimGroups are tried anew. Restore
  *     forgets them all.
  *   * Batch calls answer OK with one ItemOutcome per item, in order; good items are applied. Only a fault of the
  *     envelope (unknown run, stale epoch, size) refuses the whole call. AddGroups alone is all or nothing. So that no
