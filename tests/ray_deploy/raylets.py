@@ -7,7 +7,7 @@ import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -17,12 +17,16 @@ import pytest
 OBJECT_STORE_BYTES: Final = 100 << 20
 """Near the least that Ray takes."""
 
+TRIES: Final = 3
+"""To start a raylet: Ray gives each 30 s, which is too little where everything else has much to do."""
+
 
 class Raylets:
     """The nodes of a running cluster; this process is a driver on the head."""
 
-    def __init__(self, cluster: Any) -> None:
+    def __init__(self, cluster: Any, directory: str) -> None:
         self._cluster = cluster
+        self._directory = directory
         self._nodes: dict[str, Any] = {}
 
     @property
@@ -32,12 +36,23 @@ class Raylets:
 
     def add(self, name: str, resource: str) -> None:
         """Add a node that offers one unit of a resource; `name` is for `kill`."""
-        self._nodes[name] = self._cluster.add_node(
-            num_cpus=0,
-            num_gpus=0,
-            resources={resource: 1},
-            object_store_memory=OBJECT_STORE_BYTES,
-        )
+        before = _processes_of(self._directory)
+        for left in reversed(range(TRIES)):
+            try:
+                self._nodes[name] = self._cluster.add_node(
+                    num_cpus=0,
+                    num_gpus=0,
+                    resources={resource: 1},
+                    object_store_memory=OBJECT_STORE_BYTES,
+                )
+            except Exception as error:
+                # Ray has no type of its own for it.
+                if "timed out during startup" not in str(error) or not left:
+                    raise
+                # It may come up all the same, with a resource that is to be offered once.
+                _kill(pid for pid in _processes_of(self._directory, "raylet/raylet") if pid not in before)
+            else:
+                return
 
     def node_id(self, name: str) -> str:
         """Ray's id of a node."""
@@ -74,7 +89,7 @@ def raylets(**nodes: str) -> Iterator[Raylets]:
                 include_dashboard=False,
             )
             patch.setenv("RAY_ADDRESS", str(cluster.address))
-            made = Raylets(cluster)
+            made = Raylets(cluster, directory)
             for name, resource in nodes.items():
                 made.add(name, resource)
             ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
@@ -83,14 +98,23 @@ def raylets(**nodes: str) -> Iterator[Raylets]:
             ray.shutdown()
             cluster.shutdown()
             # Of a node that did not come up in time, Ray forgets what it had started.
-            _kill_all_of(directory)
+            _kill(_processes_of(directory))
             shutil.rmtree(directory, ignore_errors=True)
 
 
-def _kill_all_of(directory: str) -> None:
-    """Kill every process whose command line names this directory, which is the cluster's own."""
+def _processes_of(directory: str, program: str = "") -> set[int]:
+    """Every process but this one whose command line names this directory, which is the cluster's own."""
+    found = set()
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
             with contextlib.suppress(OSError):
-                if directory.encode() in (entry / "cmdline").read_bytes():
-                    os.kill(int(entry.name), signal.SIGKILL)
+                line = (entry / "cmdline").read_bytes()
+                if directory.encode() in line and program.encode() in line:
+                    found.add(int(entry.name))
+    return found
+
+
+def _kill(pids: Iterable[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
