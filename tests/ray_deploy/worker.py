@@ -1,4 +1,4 @@
-"""The demo's worker, whose payloads may go into an external store.
+"""The demo's worker, whose payloads may go into an external store, and who says what the buffer acknowledged.
 
 python -P -m tests.ray_deploy.worker ASSIGNMENT STORE
 """
@@ -6,13 +6,15 @@ python -P -m tests.ray_deploy.worker ASSIGNMENT STORE
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 import sys
 
 from services.demo.assignment import PARTITION, READY_LINE, Assignment
 from services.demo.process import run_process
 from services.demo.worker import CONCURRENCY, sample_seed
-from turnout.client import INLINE_BYTES
+from turnout.buffer.v1 import buffer_pb2
+from turnout.client import INLINE_BYTES, TurnoutError
 from turnout.worker import RolloutWorker, WorkerSetup
 
 
@@ -31,6 +33,18 @@ async def _work(assignment: Assignment, store: str) -> None:
         inline_bytes=0 if store else INLINE_BYTES,
     )
     worker = RolloutWorker(setup, request_fn=sample_seed)
+    # No other place knows when a result was acknowledged, and nobody but this test wants to.
+    finish = worker._outbox.finish
+
+    async def told(result: buffer_pb2.TrajectoryResult) -> TurnoutError | None:
+        error = await finish(result)
+        if error is None:
+            tokens = sum(segment.tokens for output in result.outputs for segment in output.segments)
+            said = {"event": "acknowledged", "group_id": result.group_id, "index": result.index, "tokens": tokens}
+            print(json.dumps(said), flush=True)
+        return error
+
+    worker._outbox.finish = told  # type: ignore[method-assign]
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, worker.stop)
     print(READY_LINE, flush=True)
