@@ -95,8 +95,13 @@ export class Link {
     });
   }
 
-  /** Yields the messages of a server stream; throws TurnoutError. Leaving the loop cancels the call. */
-  async *stream<Req, Res>(method: Method<Req, Res>, request: Req, deadlineMs: number): AsyncGenerator<Res> {
+  /** Yields the messages of a server stream; throws TurnoutError. Leaving the loop cancels the call, as `signal` does. */
+  async *stream<Req, Res>(
+    method: Method<Req, Res>,
+    request: Req,
+    deadlineMs: number,
+    signal?: AbortSignal,
+  ): AsyncGenerator<Res> {
     const call: ClientReadableStream<Res> = this.client.makeServerStreamRequest(
       method.path,
       method.requestSerialize,
@@ -105,11 +110,15 @@ export class Link {
       new Metadata(),
       { deadline: new Date(Date.now() + deadlineMs) },
     );
+    const cancel = (): void => call.cancel();
+    signal?.addEventListener("abort", cancel);
+    if (signal?.aborted) cancel();
     try {
       for await (const message of call) yield message as Res;
     } catch (error) {
       throw fromServiceError(error as ServiceError);
     } finally {
+      signal?.removeEventListener("abort", cancel);
       // Whoever leaves early is not interested in how the call ends.
       call.on("error", () => undefined);
       call.cancel();

@@ -48,11 +48,14 @@ import {
 import { TurnoutError } from "./errors.js";
 import { Link } from "./link.js";
 import { getPayloads } from "./payloads.js";
+import { whileRestoring } from "./restoring.js";
 import { duration } from "./values.js";
 import { waitFor } from "./waits.js";
 import { install, type WeightsOf } from "./weights.js";
 
-const LONGEST_WAIT_MS = 300_000;
+const LONGEST_WAIT_MS = 3_600_000;
+/** A call that answers when GPUs have moved: the scheduler waits for engines that are away. */
+const TRANSITION = { totalMs: 600_000, attemptMs: 600_000 };
 const HEARTBEAT_MS = 5_000;
 
 export interface TrainerSetup {
@@ -81,6 +84,8 @@ export class TrainerHooks {
   /** Lends that this trainer completed. */
   lends = 0;
   private cursor = 0n;
+  /** Version that standalone replicas are to have. */
+  private served: bigint | undefined;
   private readonly ended = new AbortController();
   private beating: Promise<void> = Promise.resolve();
 
@@ -111,6 +116,7 @@ export class TrainerHooks {
         bufferTarget: setup.buffer,
         engineTarget: setup.engine,
       }),
+      TRANSITION,
     );
     const { epoch, nextStep, warmupGroups } = opened;
     const hooks = new TrainerHooks(setup, buffer, engine, scheduler, epoch, nextStep, Number(warmupGroups));
@@ -145,7 +151,7 @@ export class TrainerHooks {
   /** Begins a step; GPUs that are lent come back here if enough groups are ready. */
   async stepBegin(step: bigint): Promise<void> {
     const request = BeginStepRequest.fromPartial({ ...this.at, step });
-    await this.again(() => this.scheduler.call(SwitchSchedulerService.beginStep, request));
+    await this.again(() => this.scheduler.call(SwitchSchedulerService.beginStep, request, TRANSITION));
   }
 
   /** Waits until the GPUs are the trainer's again. */
@@ -172,11 +178,14 @@ export class TrainerHooks {
     }
   }
 
-  /** Waits for a mini-batch, lets `train` have it and commits it; releases it if `train` throws. */
+  /**
+   * Waits for a mini-batch; standalone replicas that came back without weights get them meanwhile. Lets `train` have it
+   * and commits it; releases it if `train` throws.
+   */
   async miniBatch(step: bigint, miniBatch: number, size: number, train: (batch: Batch) => Promise<void>): Promise<void> {
     await this.sampleBegin(step, miniBatch);
     const began = performance.now();
-    const depth = await this.waitForDepth(step, size);
+    const depth = await this.whileRestoring(this.waitForDepth(step, size));
     if (depth.outcome !== WaitOutcome.WAIT_OUTCOME_REACHED) throw new Error(`no mini-batch: ${depth.reason}`);
     const { done, groups } = await this.sample(step, miniBatch, size);
     const wait = duration(performance.now() - began);
@@ -197,7 +206,7 @@ export class TrainerHooks {
   /** Ends a step: moves its weights to the engines, and lends the GPUs if the scheduler decides so. */
   async stepEnd(step: bigint): Promise<void> {
     const request = EndStepRequest.fromPartial({ ...this.at, step });
-    const ended = await this.again(() => this.scheduler.call(SwitchSchedulerService.endStep, request));
+    const ended = await this.again(() => this.scheduler.call(SwitchSchedulerService.endStep, request, TRANSITION));
     if (ended.lend) await this.fulfil(ended.lend);
     else await this.update(ReplicaRole.REPLICA_ROLE_STANDALONE, [], step, false);
   }
@@ -208,7 +217,7 @@ export class TrainerHooks {
     await this.beating;
     try {
       const request = CloseRunRequest.fromPartial({ ...this.at, reason: "finished" });
-      if (finished) await this.scheduler.call(SwitchSchedulerService.closeRun, request);
+      if (finished) await this.scheduler.call(SwitchSchedulerService.closeRun, request, TRANSITION);
     } finally {
       for (const link of [this.buffer, this.engine, this.scheduler]) link.close();
     }
@@ -328,19 +337,34 @@ export class TrainerHooks {
             hybridUpdate: duration(hybrid * 1000),
             ...(standalone === undefined ? {} : { standaloneUpdate: duration(standalone * 1000) }),
           }),
+          TRANSITION,
         ),
       );
       this.lends++;
     } catch (error) {
       const request = AbandonLendRequest.fromPartial({ ...about, reason: String(error).slice(0, 500) });
-      await this.scheduler.call(SwitchSchedulerService.abandonLend, request).catch(() => undefined);
+      await this.scheduler.call(SwitchSchedulerService.abandonLend, request, TRANSITION).catch(() => undefined);
       throw error;
     }
   }
 
-  private update(role: ReplicaRole, replicaIds: string[], version: bigint, allowOlder: boolean): Promise<number> {
+  private async update(
+    role: ReplicaRole,
+    replicaIds: string[],
+    version: bigint,
+    allowOlder: boolean,
+  ): Promise<number> {
     const target = { ...this.at, role, replicaIds, version, allowOlder };
-    return this.again(() => install(this.engine, target, this.setup.weightsOf));
+    const seconds = await this.again(() => install(this.engine, target, this.setup.weightsOf));
+    if (role === ReplicaRole.REPLICA_ROLE_STANDALONE) this.served = version;
+    return seconds;
+  }
+
+  private whileRestoring<T>(wait: Promise<T>): Promise<T> {
+    if (this.served === undefined) return wait;
+    const role = ReplicaRole.REPLICA_ROLE_STANDALONE;
+    const target = { ...this.at, role, replicaIds: [], version: this.served, allowOlder: false };
+    return whileRestoring(this.engine, target, this.setup.weightsOf, wait);
   }
 
   /** Repeats what a restart of the controller or the scheduler cut. */
