@@ -14,7 +14,7 @@ from statistics import median
 
 from services.bench.result import Result
 from services.scheduler.convert_events import event_to_proto
-from services.scheduler.domain import events
+from services.scheduler.domain import events, group_events
 from services.scheduler.domain.config import RunConfig
 from services.scheduler.domain.log import EventLog
 from services.scheduler.domain.run import Depth, Moment, Run
@@ -75,9 +75,9 @@ class Scene:
         self.tell(events.TopologyChanged(HYBRIDS, STANDALONES, HYBRIDS, STANDALONES))
         for number in range(3 * BATCH):
             lengths = tuple(int(self._random.lognormvariate(9.0, 0.75)) for _ in range(GROUP))
-            self.tell(events.GroupFinished(f"past-{number}", lengths, 0, False), 0.1)
+            self.tell(group_events.GroupFinished(f"past-{number}", lengths, 0, False), 0.1)
         groups = tuple(f"g{number}" for number in range(self._requests // GROUP))
-        self.tell(events.GroupsAdded(groups, 0, (GROUP,) * len(groups)))
+        self.tell(group_events.GroupsAdded(groups, 0, (GROUP,) * len(groups)))
         for _ in range(6):
             self.tell(requests_of(self.reading(), "train", self.turns, Reports()), READING_EVERY_S)
             self.tell(counters_of(self.reading(), {}))

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Iterable
 
 from services.runtime.errors import Code, TurnoutError
 from services.runtime.logs import get_logger
-from services.scheduler.domain import events
+from services.scheduler.domain import events, group_events
 from services.scheduler.hosted import HostedRun
 from services.scheduler.policies.types import Point
 from services.scheduler.readings import counters_of, on_hybrid, requests_of
@@ -33,8 +33,8 @@ meanwhile. In a wait, where a decision is due at every arrival, those that come 
 
 _log = get_logger("scheduler")
 
-_REASONS = {reason.value for reason in events.EvictionReason}
-_EXITS = {exit.value: exit for exit in events.GroupExit}
+_REASONS = {reason.value for reason in group_events.EvictionReason}
+_EXITS = {exit.value: exit for exit in group_events.GroupExit}
 
 
 class Observer:
@@ -90,8 +90,8 @@ class Observer:
             if numbered:
                 self._following.next_group_event = numbered[-1] + 1
 
-    def _group(self, event: buffer_pb2.GroupEvent | events.GroupsAdded) -> None:
-        happened = event if isinstance(event, events.GroupsAdded) else self._group_happened(event)
+    def _group(self, event: buffer_pb2.GroupEvent | group_events.GroupsAdded) -> None:
+        happened = event if isinstance(event, group_events.GroupsAdded) else self._group_happened(event)
         if happened is not None:
             self._hosted.run.record(happened, self._hosted.moment)
 
@@ -103,19 +103,19 @@ class Observer:
                 self._reports.settle(event.group_id, event.index)
                 length = event.lengths[0] if event.lengths else 0
                 pool = self._on_hybrid(event.replica_id)
-                return events.TrajectoryFinished(event.group_id, event.index, length, event.replica_id, pool)
+                return group_events.TrajectoryFinished(event.group_id, event.index, length, event.replica_id, pool)
             case buffer_pb2.GROUP_EVENT_KIND_FINISHED:
                 self._forget(event.group_id)
                 pool = self._on_hybrid(event.replica_id or self._following.last_replica)
-                return events.GroupFinished(event.group_id, tuple(event.lengths), event.born_step, pool)
+                return group_events.GroupFinished(event.group_id, tuple(event.lengths), event.born_step, pool)
             case buffer_pb2.GROUP_EVENT_KIND_PROGRESS:
                 self._reports.told(event.group_id, event.index, event.done)
             case buffer_pb2.GROUP_EVENT_KIND_REISSUED:
                 self._reports.forget(event.group_id)
-                return events.TrajectoriesReissued(event.group_id, event.trajectories)
+                return group_events.TrajectoriesReissued(event.group_id, event.trajectories)
             case kind if kind in _EXITS:
                 self._forget(event.group_id)
-                return events.GroupLeft(event.group_id, _EXITS[kind], _reasons(event.reasons))
+                return group_events.GroupLeft(event.group_id, _EXITS[kind], _reasons(event.reasons))
         return None
 
     def _forget(self, group_id: str) -> None:
@@ -199,27 +199,27 @@ class Observer:
             self._saw_progress(await self._hosted.engine.progress(settings.progress_timeout_s))
 
 
-def _reasons(reasons: Iterable[int]) -> tuple[events.EvictionReason, ...]:
+def _reasons(reasons: Iterable[int]) -> tuple[group_events.EvictionReason, ...]:
     """The reasons of an eviction that are known here."""
-    return tuple(events.EvictionReason(reason) for reason in reasons if reason in _REASONS)
+    return tuple(group_events.EvictionReason(reason) for reason in reasons if reason in _REASONS)
 
 
 def _gpus(replicas: list[engine_pb2.Replica]) -> int:
     return sum(len(replica.spec.gpus) for replica in replicas)
 
 
-def _added_together(batch: list[buffer_pb2.GroupEvent]) -> list[buffer_pb2.GroupEvent | events.GroupsAdded]:
+def _added_together(batch: list[buffer_pb2.GroupEvent]) -> list[buffer_pb2.GroupEvent | group_events.GroupsAdded]:
     """The events, with neighbouring ADDED ones of one born step as one."""
-    told: list[buffer_pb2.GroupEvent | events.GroupsAdded] = []
+    told: list[buffer_pb2.GroupEvent | group_events.GroupsAdded] = []
     for event in batch:
         if event.kind != buffer_pb2.GROUP_EVENT_KIND_ADDED:
             told.append(event)
             continue
         before = told[-1] if told else None
-        if isinstance(before, events.GroupsAdded) and before.born_step == event.born_step:
-            told[-1] = events.GroupsAdded(
+        if isinstance(before, group_events.GroupsAdded) and before.born_step == event.born_step:
+            told[-1] = group_events.GroupsAdded(
                 (*before.group_ids, event.group_id), before.born_step, (*before.group_sizes, event.trajectories)
             )
         else:
-            told.append(events.GroupsAdded((event.group_id,), event.born_step, (event.trajectories,)))
+            told.append(group_events.GroupsAdded((event.group_id,), event.born_step, (event.trajectories,)))
     return told

@@ -15,7 +15,7 @@ from services.runtime.host import StartError
 from services.runtime.journal import JournalOptions
 from services.runtime.journal.database import Database
 from services.scheduler import service as service_module
-from services.scheduler.domain import events
+from services.scheduler.domain import events, group_events
 from services.scheduler.engine_peer import EnginePeer
 from services.scheduler.service import SchedulerService
 from services.scheduler.settings import SchedulerSettings
@@ -395,7 +395,7 @@ async def test_an_event_costs_the_same_on_disk_however_many_replicas_there_are(t
         before = journal.stats.log_bytes
         for number in range(100):
             hosted.following.next_group_event = number
-            hosted.run.record(events.GroupLeft(f"g{number}", events.GroupExit.COMMITTED), hosted.moment)
+            hosted.run.record(group_events.GroupLeft(f"g{number}", group_events.GroupExit.COMMITTED), hosted.moment)
             await hosted.durable()
         assert journal.stats.log_bytes - before < 100 * 150
         await w.restart()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.scheduler.domain import events
+from services.scheduler.domain import events, group_events
 from services.scheduler.domain.feed import PolicyFeed
 from services.scheduler.policies import types
 from services.scheduler.policies.jit.inflight import Groups, InFlight
@@ -117,7 +117,7 @@ def test_jit_keeps_a_group_waiting_for_its_member_in_a_tool_call() -> None:
     turns, feed, groups = Turns(), PolicyFeed(configured()), Groups(2)
     groups.added(types.GroupsAdded(at=0.0, step=1, groups=(types.NewGroup(group="g", size=2),)))
 
-    def happens(event: events.RequestProgress | events.TrajectoryFinished) -> InFlight:
+    def happens(event: events.RequestProgress | group_events.TrajectoryFinished) -> InFlight:
         for seen_event in feed.read(event, 1.0):
             assert isinstance(seen_event, types.RequestProgress)
             groups.progress(seen_event)
@@ -133,7 +133,7 @@ def test_jit_keeps_a_group_waiting_for_its_member_in_a_tool_call() -> None:
     assert flight.snapshot.settled.tolist() == [0]
     assert sorted(flight.snapshot.tokens.tolist()) == [60, 920]
     turns.settle("g", 0)
-    happens(events.TrajectoryFinished("g", 0, 930, "r", False))
+    happens(group_events.TrajectoryFinished("g", 0, 930, "r", False))
     flight = reads(running("u1", 70, trajectory=1))
     assert flight.snapshot.settled.tolist() == [1]
     assert flight.snapshot.tokens.tolist() == [70]

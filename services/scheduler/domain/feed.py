@@ -9,7 +9,7 @@ until the next is asked for.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from services.scheduler.domain import events
+from services.scheduler.domain import events, group_events
 from services.scheduler.policies import types
 from services.scheduler.policies.types import PolicyConfig
 
@@ -53,7 +53,7 @@ class PolicyFeed:
                 self._covered_share = event.covered_share
                 requests = tuple(map(_running, event.requests))
                 yield types.RequestProgress(at=at, requests=requests, covered_share=event.covered_share)
-            case events.TrajectoryFinished():
+            case group_events.TrajectoryFinished():
                 requests = (_finished(event),)
                 yield types.RequestProgress(at=at, requests=requests, covered_share=self._covered_share)
             case events.ReplicaCounters():
@@ -114,14 +114,14 @@ def _translate(event: events.Happening, at: float) -> types.Event | None:
             return types.ReclaimDone(at=at, cost_s=event.cost_seconds, counted=event.counted)
         case events.SyncDone(hybrid=False):
             return types.SyncDone(at=at, cost_s=event.seconds)
-        case events.GroupsAdded():
+        case group_events.GroupsAdded():
             added = zip(event.group_ids, event.group_sizes, strict=True)
             groups = tuple(types.NewGroup(group=group, size=size) for group, size in added)
             return types.GroupsAdded(at=at, step=event.born_step, groups=groups)
-        case events.GroupFinished():
+        case group_events.GroupFinished():
             pool = _known(event.on_hybrid)
             return types.GroupFinished(at=at, group=event.group_id, lengths=event.lengths, pool=pool)
-        case events.GroupLeft(how=events.GroupExit.FAILED):
+        case group_events.GroupLeft(how=group_events.GroupExit.FAILED):
             return types.GroupFinished(at=at, group=event.group_id, lengths=(), failed=True)
         case events.TopologyChanged():
             return types.TopologyChanged(
@@ -151,7 +151,7 @@ def _running(request: events.RunningRequest) -> types.RequestState:
     )
 
 
-def _finished(event: events.TrajectoryFinished) -> types.RequestState:
+def _finished(event: group_events.TrajectoryFinished) -> types.RequestState:
     return types.RequestState(
         key=types.RequestKey(group=event.group_id, trajectory=event.index),
         tokens=event.length,

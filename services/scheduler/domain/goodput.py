@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from services.scheduler.domain import events
+from services.scheduler.domain import events, group_events
 from services.scheduler.domain.events import DecisionAction, LendKind
 
 _ALONE = "wait_alone_seconds"
@@ -155,5 +155,5 @@ def _follow(lend: _Account, event: events.Happening, at: float) -> None:
                 lend.waits_from = None
         case events.MiniBatchEnded():
             lend.lost_s += event.wait_seconds
-        case events.TrajectoryFinished(on_hybrid=True) if not lend.returned:
+        case group_events.TrajectoryFinished(on_hybrid=True) if not lend.returned:
             lend.ended_there += event.length

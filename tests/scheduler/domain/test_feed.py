@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.scheduler.domain import events
+from services.scheduler.domain import events, group_events
 from services.scheduler.domain.feed import PolicyFeed
 from services.scheduler.policies import types
 from tests.scheduler.policies.drive import configured
@@ -63,7 +63,7 @@ def test_costs_depth_groups_and_topology_are_told_as_they_are() -> None:
         events.LendDone("x", events.LendKind.INIT, 4.0, counted=False),
         events.ReclaimDone(5.0, counted=True),
         events.SyncDone(hybrid=False, seconds=6.0, weight_version=1),
-        events.GroupsAdded(("g", "h"), 2, (8, 4)),
+        group_events.GroupsAdded(("g", "h"), 2, (8, 4)),
         events.TopologyChanged(1, 2, 3, 4),
     )
     assert seen == [
@@ -83,11 +83,11 @@ def test_the_pool_of_a_group_is_left_out_when_nobody_knows_it() -> None:
     pools = [
         event.pool
         for known in (True, False, None)
-        for event in read(events.GroupFinished("g", (1, 2), 1, known))
+        for event in read(group_events.GroupFinished("g", (1, 2), 1, known))
         if isinstance(event, types.GroupFinished)
     ]
     assert pools == [types.Pool.HYBRID, types.Pool.STANDALONE, None]
-    assert read(events.GroupLeft("g", events.GroupExit.FAILED)) == [
+    assert read(group_events.GroupLeft("g", group_events.GroupExit.FAILED)) == [
         types.GroupFinished(at=0.0, group="g", lengths=(), failed=True)
     ]
 
@@ -114,8 +114,8 @@ def test_a_trajectory_that_finished_reaches_the_policy_at_once_with_its_length()
     """Between two readings a policy would otherwise take members that are done for running ones."""
     _, first, second = read(
         events.RequestProgress((), 0.97),
-        events.TrajectoryFinished("g", 3, 700, "r", on_hybrid=True),
-        events.TrajectoryFinished("g", 4, 800, "", on_hybrid=None),
+        group_events.TrajectoryFinished("g", 3, 700, "r", on_hybrid=True),
+        group_events.TrajectoryFinished("g", 4, 800, "", on_hybrid=None),
     )
     assert first == types.RequestProgress(
         at=1.0,
@@ -174,7 +174,7 @@ def test_what_a_policy_has_no_word_for_is_left_out() -> None:
             events.StarvationBegan(1),
             events.ModeChanged(events.Mode.TRAINER, events.Mode.LENDING, "x"),
             events.SyncDone(hybrid=True, seconds=1.0, weight_version=1),
-            events.GroupLeft("g", events.GroupExit.COMMITTED),
+            group_events.GroupLeft("g", group_events.GroupExit.COMMITTED),
         )
         == []
     )

@@ -1,6 +1,6 @@
 """What a lend brought, and what steps were predicted to wait."""
 
-from services.scheduler.domain import events
+from services.scheduler.domain import events, group_events
 from services.scheduler.domain.events import DecisionAction, DecisionPoint, LendKind, Mode, RouteState
 from services.scheduler.domain.foresight import Foresight
 from services.scheduler.domain.goodput import GoodputMeter
@@ -39,12 +39,12 @@ def a_lend(alone_s: float | None = 100.0) -> list[Timed]:
         (10.0, lend(alone_s=alone_s)),
         (25.0, events.LendDone("l", LendKind.STEP_END, 15.0, True)),
         (26.0, events.StepBegan(2)),
-        (40.0, events.TrajectoryFinished("g", 0, 700, "h", True)),
-        (41.0, events.TrajectoryFinished("g", 1, 900, "s", False)),
+        (40.0, group_events.TrajectoryFinished("g", 0, 700, "h", True)),
+        (41.0, group_events.TrajectoryFinished("g", 1, 900, "s", False)),
         (49.0, counters(7000, 7000, 9999)),
         (51.0, events.ModeChanged(Mode.ROLLOUT, Mode.RECLAIMING, "")),
         (56.0, events.ReclaimDone(5.0, True)),
-        (57.0, events.TrajectoryFinished("g", 2, 800, "h", True)),
+        (57.0, group_events.TrajectoryFinished("g", 2, 800, "h", True)),
         (59.0, counters(7600, 9000)),
         (63.0, events.MiniBatchEnded(2, 0, 7.0)),
         (90.0, events.StepEnded(2)),
