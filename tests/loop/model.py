@@ -15,7 +15,7 @@ import grpc.aio
 
 from services.runtime.errors import Code, TurnoutError
 from services.runtime.statuses import from_rpc_error
-from tests.buffer.helpers import result
+from tests.loop.groups import Groups
 from tests.loop.house import REPLICA_S, Cell, House
 from tests.loop.installing import install
 from tests.loop.jobs import BATCH, MINI, MINI_BATCHES, PASSING, POLICIES, RUNS, Job, Refused
@@ -36,7 +36,6 @@ class Model:
     def __init__(self, house: House) -> None:
         self.house = house
         self.jobs = {run_id: Job(run_id) for run_id in RUNS}
-        self._names = 0
 
     async def begin(self) -> None:
         """The runs exist; two of them have a trainer."""
@@ -47,6 +46,7 @@ class Model:
         self.buffer: buffer_pb2_grpc.ReplayBufferAsyncStub = buffer_pb2_grpc.ReplayBufferStub(
             await house.channel(house.buffer.target)
         )
+        self.groups = Groups(house, self.buffer, self.asked)
         self.engines: dict[str, engine_pb2_grpc.EngineControllerAsyncStub] = {}
         for run_id, engine in house.engines.items():
             self.engines[run_id] = engine_pb2_grpc.EngineControllerStub(await house.channel(engine.target))
@@ -261,7 +261,7 @@ class Model:
             done = await self._call(job, "BeginSample", sample)
             assert done.WhichOneof("answer") == "proceed"
             job.stage = "sampling"
-            await self._sample(job)
+            await self.groups.sample(job)
         else:
             self._gives_away(job)
             ended = await self._call(job, "EndStep", pb.EndStepRequest(step=step, **who))
@@ -313,59 +313,6 @@ class Model:
                 raise
         job.lend = None
 
-    async def add(self, job: Job, count: int) -> None:
-        if not job.alive:
-            return
-        names = [f"{job.run_id}-{self._names + number}" for number in range(count)]
-        self._names += count
-        groups = [bpb.GroupSpec(group_id=name, group_size=1) for name in names]
-        request = bpb.AddGroupsRequest(
-            run_id=job.run_id, partition="train", groups=groups, epoch=job.epoch, step=job.step
-        )
-        await self.asked(self.buffer.AddGroups(request))
-        job.added += names
-
-    async def claim(self, job: Job, count: int) -> None:
-        answer = await self.asked(
-            self.buffer.ClaimGroups(
-                bpb.ClaimGroupsRequest(
-                    run_id=job.run_id, partition="train", worker_id="w", max_trajectories=count, max_wait=wall(0)
-                )
-            )
-        )
-        job.claimed += answer.claims
-
-    async def finish(self, job: Job, count: int) -> None:
-        finished, job.claimed = job.claimed[:count], job.claimed[count:]
-        results = [result(claim.group_id, 0, token=claim.token) for claim in finished]
-        if results:
-            request = bpb.FinishTrajectoriesRequest(run_id=job.run_id, partition="train", results=results)
-            await self.asked(self.buffer.FinishTrajectories(request))
-
-    async def _sample(self, job: Job) -> None:
-        """The mini-batch, for which the standalone replicas make what is missing."""
-        if not self.house.buffer.running:
-            return
-        await self.add(job, MINI)
-        await self.claim(job, MINI)
-        await self.finish(job, len(job.claimed))
-        sample = self.buffer.Sample(
-            bpb.SampleRequest(
-                run_id=job.run_id,
-                partition="train",
-                epoch=job.epoch,
-                step=job.step,
-                batch=MINI,
-                max_wait=wall(0),
-            )
-        )
-        told = [event async for event in sample]
-        done = told[-1].done
-        if done.outcome != bpb.WAIT_OUTCOME_REACHED:
-            return
-        commit = bpb.CommitSampleRequest(run_id=job.run_id, epoch=job.epoch, lease_id=done.lease_id)
-        job.committed += (await self.asked(self.buffer.CommitSample(commit))).group_ids
-
     # ------------------------------------------------------------------------------------------------------ invariants
 
     async def check(self) -> None:
@@ -377,7 +324,7 @@ class Model:
         if self.house.scheduler.running:
             await self._check_runs()
         if self.house.buffer.running:
-            await self._check_groups()
+            await self.groups.check(self.jobs.values())
 
     async def _check_runs(self) -> None:
         """Runs are what their trainers were told."""
@@ -397,17 +344,6 @@ class Model:
                 assert run.step == job.step
                 assert run.lend.lend_id == (job.lend.lend_id if job.lend is not None else "")
 
-    async def _check_groups(self) -> None:
-        """No group is lost, and none is trained on twice."""
-        for job in self.jobs.values():
-            request = bpb.GetLedgerRequest(run_id=job.run_id, partition="train")
-            ledger = await self.asked(self.buffer.GetLedger(request, wait_for_ready=True))
-            present = ledger.present
-            there = present.pending + present.running + present.finished + present.failed + present.sampled
-            assert (ledger.added, ledger.committed) == (len(job.added), len(job.committed))
-            assert ledger.added == ledger.committed + ledger.evicted + there
-            assert len(set(job.committed)) == len(job.committed)
-
     # -------------------------------------------------------------------------------------------------------- recovery
 
     async def recover(self) -> None:
@@ -426,17 +362,7 @@ class Model:
                     await self.resume(job, False)
                 goal = job.step + 2
                 while job.step < goal or not self.trains(job):
-                    await self.supply(job)
+                    await self.groups.supply(job)
                     await self.train(job, 1)
         found = await self.two_owners()
         assert not found, found
-
-    async def supply(self, job: Job) -> None:
-        """More groups than a step needs."""
-        try:
-            await self.add(job, BATCH)
-            await self.claim(job, BATCH)
-            await self.finish(job, len(job.claimed))
-        except Refused:
-            # The channel has not found the buffer again yet.
-            await asyncio.sleep(0.02)

@@ -31,7 +31,7 @@ async def training(root: Path) -> AsyncIterator[tuple[Model, Job, Cell]]:
         async with asyncio.timeout(60):
             while not (model.trains(job) and job.stage == "between"):
                 # With groups in stock, nothing is lent at the end of the step.
-                await model.supply(job)
+                await model.groups.supply(job)
                 await model.train(job, 1)
         yield model, job, house.room.cells["a-g1"]
     finally:

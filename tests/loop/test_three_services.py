@@ -118,9 +118,9 @@ class Explorer:
         added, claimed, finished = (self._random.randint(1, 8) for _ in range(3))
         self._say(added, claimed, finished)
         try:
-            await self.model.add(job, added)
-            await self.model.claim(job, claimed)
-            await self.model.finish(job, finished)
+            await self.model.groups.add(job, added)
+            await self.model.groups.claim(job, claimed)
+            await self.model.groups.finish(job, finished)
         except Refused:
             return
 
