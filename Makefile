@@ -32,8 +32,9 @@ GO_PACKAGES := golang-go protoc-gen-go protoc-gen-go-grpc golang-google-grpc-dev
 CPP_PACKAGES := g++ cmake pkg-config libgrpc++-dev libprotobuf-dev protobuf-compiler protobuf-compiler-grpc
 SUDO := $(if $(filter 0,$(shell id -u)),,sudo)
 
-# Debian's Prometheus with promtool, unpacked and not installed: it needs no root, and no service of it starts.
+# Debian's Prometheus with promtool, and its shellcheck, unpacked and not installed: that needs no root.
 PROMETHEUS := .prometheus
+SHELLCHECK := .shellcheck
 
 # How long `make soak` lets faults happen.
 SECONDS ?= 600
@@ -96,7 +97,7 @@ test-packages: $(VENV)/.dev ## wheels in clean environments, at the lowest and t
 test-newcomer: $(VENV)/.dev ## the quickstart, literally, from a fresh clone without a cache; prints how long each part took (about ten minutes)
 	$(BIN)/python -m pytest -q tests/docs/test_newcomer.py
 
-test-deploy: $(VENV)/.dev $(PROMETHEUS)/usr/bin/prometheus ## alert rules and dashboard against a real Prometheus, manifests against the schemas of Kubernetes (fetches Debian's package into a folder here)
+test-deploy: $(VENV)/.dev $(PROMETHEUS)/usr/bin/prometheus $(SHELLCHECK)/usr/bin/shellcheck ## alert rules and dashboard against a real Prometheus, manifests against the schemas of Kubernetes (fetches packages of Debian's into folders here)
 	$(PIP) install --quiet kubernetes-validate
 	$(BIN)/python -m pytest tests/observability tests/deploy
 
@@ -150,7 +151,7 @@ audit: $(VENV)/.dev ## known faults of the installed packages, from PyPI's own s
 	$(AUDIT)/bin/pip-audit --strict --no-deps --disable-pip --progress-spinner off -r $(AUDIT)/packages.txt
 
 clean: ## remove what make and the tools made
-	rm -rf $(VENV) $(AUDIT) $(PROMETHEUS) $(VLLM) $(RAY) $(VERL) $(DOCS) docs/_build .venv-protos node_modules clients/typescript/node_modules clients/typescript/dist clients/go/bin clients/cpp/build .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage htmlcov dist build
+	rm -rf $(VENV) $(AUDIT) $(PROMETHEUS) $(SHELLCHECK) $(VLLM) $(RAY) $(VERL) $(DOCS) docs/_build .venv-protos node_modules clients/typescript/node_modules clients/typescript/dist clients/go/bin clients/cpp/build .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage htmlcov dist build
 	find services clients tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
@@ -205,6 +206,11 @@ $(DOCS)/.ready: Makefile
 $(PROMETHEUS)/usr/bin/prometheus:
 	mkdir -p $(PROMETHEUS)
 	cd $(PROMETHEUS) && apt-get download -qq prometheus && dpkg-deb -x prometheus_*.deb . && rm prometheus_*.deb
+	@touch $@
+
+$(SHELLCHECK)/usr/bin/shellcheck:
+	mkdir -p $(SHELLCHECK)
+	cd $(SHELLCHECK) && apt-get download -qq shellcheck && dpkg-deb -x shellcheck_*.deb . && rm shellcheck_*.deb
 	@touch $@
 
 $(BUF): package.json

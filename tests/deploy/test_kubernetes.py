@@ -89,6 +89,8 @@ def test_no_container_is_root_or_may_become_it(place: str) -> None:
         assert pod["automountServiceAccountToken"] is False
         assert container["securityContext"]["allowPrivilegeEscalation"] is False
         assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+        assert container["securityContext"]["readOnlyRootFilesystem"] is True
+        assert "/tmp" in {mount["mountPath"] for mount in container["volumeMounts"]}
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -107,6 +109,90 @@ def test_budgets_policies_and_services_select_pods_that_exist(place: str) -> Non
             case _:
                 continue
         assert any(selects(selector, one) for one in labels), made["metadata"]["name"]
+
+
+def test_budgets_are_for_pods_that_a_drain_evicts() -> None:
+    """The disruption controller knows no scale of a DaemonSet: a budget of one is an error event for ever."""
+    budgets = [made["spec"]["selector"] for made in rendered("base") if made["kind"] == "PodDisruptionBudget"]
+    for made, _, _ in pods("base"):
+        labels = made["spec"]["template"]["metadata"]["labels"]
+        assert any(selects(one, labels) for one in budgets) is (made["kind"] == "StatefulSet")
+
+
+def test_everybody_may_read_the_secrets_that_are_mounted() -> None:
+    """Files of a Secret are root's; without a group of the pod's own nobody else reads them, and agents never start."""
+    for made, pod, _ in pods("example"):
+        for volume in pod["volumes"]:
+            if "secret" in volume:
+                mode = volume["secret"]["defaultMode"]
+                assert mode & 0o007 == 0, "others on the node could"
+                assert mode & 0o040
+                assert pod["securityContext"]["fsGroup"] == pod["securityContext"]["runAsGroup"], made["metadata"][
+                    "name"
+                ]
+
+
+def test_no_service_is_announced_as_plain_http2_where_it_speaks_tls() -> None:
+    """A mesh or gateway believes `appProtocol`, and speaks plain text to a port that hangs up."""
+    for place, told in (("base", "kubernetes.io/h2c"), ("example", None)):
+        services = [made for made in rendered(place) if made["kind"] == "Service"]
+        assert len(services) == 3
+        assert {port.get("appProtocol") for made in services for port in made["spec"]["ports"][:1]} == {told}
+
+
+CLIENT = {"turnout.dev/client": "true"}
+TRAINER = {**CLIENT, "turnout.dev/weights": "true"}
+STRANGER = {"app": "something-else"}
+MONITORING = {"turnout.dev/metrics": "true"}
+WAYS = [
+    # caller, its namespace's labels, callee, port, whether it may
+    (CLIENT, {}, "buffer", "grpc", True),
+    (CLIENT, {}, "engine", "grpc", True),
+    (CLIENT, {}, "scheduler", "grpc", True),
+    (CLIENT, {}, "agent-hybrid", "grpc", False),
+    (TRAINER, {}, "agent-standalone", "any", True),
+    ("scheduler", {}, "buffer", "grpc", True),
+    ("scheduler", {}, "engine", "grpc", True),
+    ("scheduler", {}, "agent-hybrid", "grpc", False),
+    ("engine", {}, "agent-hybrid", "grpc", True),
+    ("engine", {}, "agent-standalone", "grpc", True),
+    ("engine", {}, "buffer", "grpc", False),
+    ("agent-standalone", {}, "engine", "grpc", True),
+    ("agent-standalone", {}, "scheduler", "grpc", False),
+    (STRANGER, {}, "buffer", "grpc", False),
+    (STRANGER, {}, "agent-hybrid", "grpc", False),
+    (STRANGER, {}, "scheduler", "metrics", False),
+    *((STRANGER, MONITORING, name, "metrics", True) for name in ("buffer", "engine", "scheduler", "agent-hybrid")),
+    (STRANGER, MONITORING, "buffer", "grpc", False),
+]
+
+
+@pytest.mark.parametrize(("caller", "namespace", "callee", "port", "allowed"), WAYS)
+def test_the_policies_let_through_what_has_to_get_through_and_nothing_else(
+    caller: dict[str, str] | str, namespace: dict[str, str], callee: str, port: str, allowed: bool
+) -> None:
+    """One way too few is a cluster on which nothing moves, one too many is an open door to the GPUs."""
+    labels = {made["metadata"]["name"]: made["spec"]["template"]["metadata"]["labels"] for made, _, _ in pods("base")}
+    own = labels[caller] if isinstance(caller, str) else caller
+    rules = [
+        rule
+        for made in rendered("base")
+        if made["kind"] == "NetworkPolicy" and "Ingress" in made["spec"]["policyTypes"]
+        if selects(made["spec"]["podSelector"], labels[callee])
+        for rule in made["spec"]["ingress"]
+    ]
+    assert rules, "nothing guards it"
+    assert any(_lets(rule, own, namespace, port) for rule in rules) is allowed
+
+
+def _lets(rule: dict[str, Any], caller: dict[str, str], namespace: dict[str, str], port: str) -> bool:
+    def fits(peer: dict[str, Any]) -> bool:
+        if "namespaceSelector" in peer:
+            return selects(peer["namespaceSelector"], namespace)
+        return not namespace and selects(peer["podSelector"], caller)
+
+    ports = [one["port"] for one in rule.get("ports", ())]
+    return any(fits(peer) for peer in rule["from"]) and (not ports or port in ports)
 
 
 def selects(selector: dict[str, Any], labels: dict[str, str]) -> bool:

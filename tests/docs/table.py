@@ -196,9 +196,9 @@ TABLE: Final[dict[str, dict[str, How]]] = {
         "docker build -f deploy/docker/Dockerfile --target agent -t REGISTRY/turnout-agent .": Never(CLUSTER),
         "kubectl create namespace turnout": Never(CLUSTER),
         "kubectl apply -k deploy/kubernetes/example": Never(CLUSTER),
-        'turnout up --data-dir /local/$SLURM_JOB_NAME/turnout --buffer "$(hostname):50051" \\': Never(SLURM),
-        "# /etc/systemd/system/turnout@.service: systemctl enable --now turnout@buffer turnout@engine"
-        " turnout@scheduler": Never(SYSTEMD),
+        "deploy/slurm/job.sh python train.py": Never(SLURM),
+        "cp deploy/systemd/turnout@.service /etc/systemd/system/": Never(SYSTEMD),
+        "systemctl enable --now turnout@buffer turnout@engine turnout@scheduler": Never(SYSTEMD),
     },
     "docs/learner.md": {
         "make demo-vllm": Elsewhere("demo-vllm", ""),
