@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +14,9 @@ from typing import Any
 
 ROOT = Path(__file__).parents[3]
 
+STARTS = 4
+"""Times that a cluster is tried to start."""
+
 
 @contextlib.contextmanager
 def cluster(num_cpus: int) -> Iterator[str]:
@@ -22,22 +24,34 @@ def cluster(num_cpus: int) -> Iterator[str]:
     import ray
 
     # Ray's logs and sockets; the names of sockets must be short.
-    directory = tempfile.mkdtemp(prefix="ray-")
-    context: Any = ray.init(
-        _temp_dir=directory,
-        num_cpus=num_cpus,
-        num_gpus=0,
-        include_dashboard=False,
-        object_store_memory=400 << 20,
-        logging_level="ERROR",
-        log_to_driver=False,
-        _node_ip_address="127.0.0.1",
-    )
-    try:
-        yield context.address_info["address"]
-    finally:
-        ray.shutdown()
-        shutil.rmtree(directory, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as directory:
+        try:
+            yield _start(ray, directory, num_cpus)
+        finally:
+            ray.shutdown()
+
+
+def _start(ray: Any, directory: str, num_cpus: int) -> str:
+    attempt = 0
+    while True:
+        attempt += 1
+        try:
+            context = ray.init(
+                _temp_dir=f"{directory}/{attempt}",
+                num_cpus=num_cpus,
+                num_gpus=0,
+                include_dashboard=False,
+                object_store_memory=400 << 20,
+                logging_level="ERROR",
+                log_to_driver=False,
+                _node_ip_address="127.0.0.1",
+            )
+            return str(context.address_info["address"])
+        except Exception as error:
+            ray.shutdown()
+            # Ray gives its node 30 seconds, whatever else the machine has to do.
+            if attempt == STARTS or "timed out during startup" not in str(error):
+                raise
 
 
 def killed_producer(address: str, store: str, target: str, *group_ids: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("verl", reason="needs the environment of `make test-verl`")
-pytestmark = [pytest.mark.verl, pytest.mark.filterwarnings("default")]
+pytestmark = [pytest.mark.verl, pytest.mark.filterwarnings("default"), pytest.mark.timeout(600)]
 
 
 def test_the_plugin_registers_the_trainer() -> None:
@@ -19,7 +19,7 @@ def test_the_plugin_registers_the_trainer() -> None:
     code = "from verl.trainer.ppo.v1 import get_trainer_cls; print(get_trainer_cls('turnout').__module__)"
     environment = os.environ | {"VERL_USE_EXTERNAL_MODULES": "turnout.integrations.verl.plugin"}
     ran = subprocess.run(
-        [sys.executable, "-P", "-c", code], env=environment, capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, "-P", "-c", code], env=environment, capture_output=True, text=True, timeout=500, check=False
     )
     assert ran.stdout.split()[-1:] == ["turnout.integrations.verl._trainer"], ran.stderr[-2000:]
 
