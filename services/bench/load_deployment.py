@@ -19,9 +19,9 @@ import yaml
 
 from services.bench.load_plan import Access, Plan
 from services.bench.load_process import Errors
-from services.cli.registering import register_agent
 from services.processes.child import Child, ChildSpec
 from services.processes.fleet import Fleet
+from services.processes.registering import register_agent
 from services.processes.service import service_spec
 from services.runtime.permissions import Role
 from services.runtime.tokens import SECRET_BYTES, digest, make_token

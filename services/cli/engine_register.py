@@ -9,11 +9,11 @@ import click
 
 from services.cli.examples import with_examples
 from services.cli.failures import CommandFailed
-from services.cli.registering import NoGpus, register, register_agent
 from services.cli.running import run_async
 from services.cli.targets import ENGINE, security_options, target_option
 from services.engine.settings import OwnReplica, parse_replica
 from services.engine.wire.enums import ROLES
+from services.processes.registering import NoGpus, register, register_agent
 from turnout.client import AsyncEngineClient, TurnoutError
 from turnout.engine.v1 import engine_pb2
 

@@ -9,8 +9,8 @@ from typing import Final, Self
 
 import click
 
-from services.cli.registering import register_agent
 from services.processes.child import Child, ChildSpec
+from services.processes.registering import register_agent
 from services.processes.service import service_spec
 from turnout.client import AsyncEngineClient, ClientOptions
 

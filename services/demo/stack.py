@@ -14,6 +14,7 @@ from services.demo.assignment import READY, Assignment
 from services.demo.job import GPUS_PER_REPLICA, REPLICAS_PER_NODE, WEIGHT_BYTES, Job
 from services.processes.child import ChildSpec
 from services.processes.fleet import Fleet
+from services.processes.registering import Gpus, register_agent
 from services.processes.service import service_spec
 from turnout.client import AsyncEngineClient
 from turnout.engine.v1 import engine_pb2
@@ -58,8 +59,7 @@ async def start_services(fleet: Fleet, assignment: Assignment) -> Assignment:
     buffer, engine, scheduler, *agents = await fleet.start_all(*specs)
     async with AsyncEngineClient(engine.target) as client:
         for node, agent in zip(all_nodes, agents, strict=True):
-            for replica_id in node.replica_ids:
-                await client.calls.Register(_registration(job, node, replica_id, agent.target))
+            await register_agent(client, agent.target, job.run_id, _gpus(node))
     return replace(assignment, buffer=buffer.target, engine=engine.target, scheduler=scheduler.target)
 
 
@@ -103,14 +103,8 @@ def _agent_spec(job: Job, node: Node, scale: tuple[str, ...]) -> ChildSpec:
     )
 
 
-def _registration(job: Job, node: Node, replica_id: str, target: str) -> engine_pb2.RegisterRequest:
-    hybrid = node.role == "hybrid"
-    spec = engine_pb2.ReplicaSpec(
-        replica_id=replica_id,
-        role=engine_pb2.REPLICA_ROLE_HYBRID if hybrid else engine_pb2.REPLICA_ROLE_STANDALONE,
-        gpus=[engine_pb2.Gpu(node=node.name, uuid=f"GPU-{replica_id}-{n}") for n in range(GPUS_PER_REPLICA)],
-        backend="agent",
-        endpoint=target,
-        weights=engine_pb2.WEIGHTS_ORIGIN_NONE,
-    )
-    return engine_pb2.RegisterRequest(run_id=job.run_id, spec=spec)
+def _gpus(node: Node) -> Gpus:
+    return {
+        replica_id: [engine_pb2.Gpu(node=node.name, uuid=f"GPU-{replica_id}-{n}") for n in range(GPUS_PER_REPLICA)]
+        for replica_id in node.replica_ids
+    }

@@ -19,6 +19,7 @@ from services.learner.job import REPLICAS, Job
 from services.learner.model import POSITIONS, make_model, write_model
 from services.processes.child import Child, ChildSpec
 from services.processes.fleet import Fleet
+from services.processes.registering import register_agent
 from services.processes.service import service_spec
 from turnout.client import AsyncEngineClient
 from turnout.engine.v1 import engine_pb2
@@ -50,15 +51,8 @@ async def start_stack(fleet: Fleet, assignment: Assignment, directory: Path) -> 
     (buffer, engine, scheduler), hosts = await asyncio.gather(services, agents)
     async with AsyncEngineClient(engine.target) as client:
         for place, (entry, host) in enumerate(zip(REPLICAS, hosts, strict=True)):
-            spec = engine_pb2.ReplicaSpec(
-                replica_id=entry["replica_id"],
-                role=_role(entry["role"]),
-                gpus=[engine_pb2.Gpu(node="localhost", uuid=f"CPU-{place}")],
-                backend="agent",
-                endpoint=host.target,
-                weights=engine_pb2.WEIGHTS_ORIGIN_NONE,
-            )
-            await client.calls.Register(engine_pb2.RegisterRequest(run_id=job.run_id, spec=spec))
+            gpu = engine_pb2.Gpu(node="localhost", uuid=f"CPU-{place}")
+            await register_agent(client, host.target, job.run_id, {entry["replica_id"]: [gpu]})
     known = replace(assignment, buffer=buffer.target, engine=engine.target, scheduler=scheduler.target)
     worker = ChildSpec("worker", "services.learner.worker", (known.to_json(),), ready=READY, environment=ENVIRONMENT)
     await fleet.start(worker)
@@ -97,7 +91,3 @@ async def _start_agent(fleet: Fleet, job: Job, entry: dict[str, str], model: Pat
 def _write_other_model(job: Job, directory: Path) -> Path:
     # An engine that answered without having taken the trainer's weights would be found out by the first comparison.
     return write_model(make_model(job.seed + OTHER_SEED), directory / "model")
-
-
-def _role(role: str) -> engine_pb2.ReplicaRole.ValueType:
-    return engine_pb2.REPLICA_ROLE_HYBRID if role == "hybrid" else engine_pb2.REPLICA_ROLE_STANDALONE
