@@ -66,6 +66,8 @@ class Cell:
         self.failing: Counter[str] = Counter()
         self.losing: Counter[str] = Counter()
         self.dead = False
+        self.stray = False
+        """Whether a supervisor started it and nothing put it to sleep since."""
         self._clock = clock
         self._told = told
         self._at_work: set[asyncio.Task[Any]] = set()
@@ -74,10 +76,15 @@ class Cell:
     def start(self) -> None:
         """A fresh process, with all its memory."""
         self.engine = ReferenceEngine(self.spec, SMALL, self._clock)
-        self.dead = False
+        self.dead = self.stray = False
         self._one_at_a_time = asyncio.Lock()
         self._goes_on = asyncio.Event()
         self._goes_on.set()
+
+    def start_anew(self) -> None:
+        """Its supervisor starts it, whoever has its GPUs."""
+        self.start()
+        self.stray = True
 
     async def free(self) -> None:
         """Its start script put it to sleep: the trainer is on its GPUs."""
@@ -138,6 +145,8 @@ class Cell:
             result = await act(engine)
             if name == "wake_up":
                 self._told(self)
+            elif name == "sleep":
+                self.stray = False
             if self.losing[name]:
                 self.losing[name] -= 1
                 raise unavailable("REPLY_LOST", f"the reply to {name} was lost")

@@ -89,11 +89,14 @@ class Model:
     def trains(self, job: Job) -> bool:
         return all(self.house.room.trained.get(gpu) == job.run_id for gpu in job.gpus)
 
-    async def two_owners(self) -> list[str]:
-        """Engines with memory on a GPU on which a trainer was told to train, and GPUs with two engines."""
+    async def two_owners(self, *, strays: bool = True) -> list[str]:
+        """Engines with memory on a GPU on which a trainer was told to train, and GPUs with two engines.
+
+        `strays`: also engines that a supervisor started meanwhile.
+        """
         room, found, users = self.house.room, [], set()
         for cell in room.cells.values():
-            if await cell.awake():
+            if (strays or not cell.stray) and await cell.awake():
                 for gpu in cell.spec.gpus:
                     if (gpu.node, gpu.uuid) in room.trained or gpu in users:
                         found.append(f"{cell.spec.replica_id} is awake on {gpu.uuid}, which has an owner")
@@ -302,15 +305,23 @@ class Model:
             except TurnoutError:
                 # Its weights do not arrive: a lend that cannot be completed is given up, but for that of the start.
                 abandons = job.lend.kind != events_pb2.LEND_KIND_INIT
-        if abandons:
-            await self._call(job, "AbandonLend", pb.AbandonLendRequest(lend_id=lend_id, reason="broken", **who))
-        else:
-            request = pb.CompleteLendRequest(lend_id=lend_id, hybrid_update=wall(3.0), **who)
-            try:
-                await self._call(job, "CompleteLend", request)
-            except Refused:
-                job.installed = False
+        cut = job.pending
+        try:
+            if abandons:
+                request = pb.AbandonLendRequest(lend_id=lend_id, reason="broken", **who)
+                await self._call(job, "AbandonLend", request)
+            else:
+                await self._call(
+                    job, "CompleteLend", pb.CompleteLendRequest(lend_id=lend_id, hybrid_update=wall(3.0), **who)
+                )
+        except Refused:
+            job.installed = False
+            raise
+        except grpc.aio.AioRpcError as error:
+            # The other one of the two was cut before, and the scheduler has gone on with it by itself.
+            if not cut or from_rpc_error(error).reason != "LEND_CLOSED":
                 raise
+            job.pending = False
         job.lend = None
 
     # ------------------------------------------------------------------------------------------------------ invariants
@@ -319,12 +330,24 @@ class Model:
         """What holds at every moment."""
         for cell in self.house.room.cells.values():
             await cell.quiet()
-        found = [*self.house.room.faults, *await self.two_owners()]
+        await self._strays_freed()
+        found = [*self.house.room.faults, *await self.two_owners(strays=False)]
         assert not found, found
         if self.house.scheduler.running:
             await self._check_runs()
         if self.house.buffer.running:
             await self.groups.check(self.jobs.values())
+
+    async def _strays_freed(self) -> None:
+        """A controller that is there frees the engines that were started over its trainer's head."""
+        for job in self.jobs.values():
+            for cell in self.house.room.of(job.run_id):
+                gpus = {(gpu.node, gpu.uuid) for gpu in cell.spec.gpus}
+                if not gpus & self.house.room.trained.keys() or not self.house.engines[job.run_id].running:
+                    continue
+                async with asyncio.timeout(20):
+                    while cell.stray and cell.well:  # noqa: ASYNC110 - an engine tells nobody
+                        await asyncio.sleep(0.01)
 
     async def _check_runs(self) -> None:
         """Runs are what their trainers were told."""

@@ -48,6 +48,7 @@ class Explorer:
             self.go_down: 1,
             self.strike_an_engine: 5,
             self.heal_an_engine: 3,
+            self.a_supervisor_starts_an_engine: 2,
             self.time_passes: 1,
         }
 
@@ -249,6 +250,14 @@ class Explorer:
             cell = self._random.choice(broken)
             self._say(cell.spec.replica_id)
             await self.model.heal(cell)
+
+    async def a_supervisor_starts_an_engine(self) -> None:
+        """It found the engine of a run dead, or killed it; it knows nothing of trainers."""
+        job = self._job()
+        if job.open:
+            cell = self._random.choice(sorted(self.house.room.of(job.run_id), key=lambda cell: cell.spec.replica_id))
+            self._say(cell.spec.replica_id)
+            cell.start_anew()
 
     async def time_passes(self) -> None:
         """Leases run out, and the wall clock is set."""
