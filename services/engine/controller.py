@@ -82,7 +82,9 @@ class Controller:
         self.lending = Lending(self.fleet, fan_out, self.updating, self._lends, self.book, self.publisher.settled)
         self.generations = Generations(self.fleet, context.clock, context.draining, prefix, ABORT_TIMEOUT_S)
         self.progress = ProgressReader(self.fleet, self.generations, context.clock)
-        self._prober = Prober(self.fleet, context, settings.probe_interval, self.free_stray)
+        # What an agent's engine has to do, the controller of the run says.
+        free = None if settings.agent else self._free_stray
+        self._prober = Prober(self.fleet, context, settings.probe_interval, free)
 
     async def start(self, past: Past | None = None) -> None:
         """Go on with what an earlier controller knew; register the replicas of an agent.
@@ -174,11 +176,8 @@ class Controller:
                 await self.lending.join(slot, self.timeout(None))
         return slot
 
-    async def free_stray(self, slot: Slot) -> None:
-        """Free an engine that somebody started on GPUs of the trainer. Raises what it fails with."""
-        # What an agent's engine has to do, the run's controller says.
-        if not self.settings.agent:
-            await self.lending.free_stray(slot, self.timeout(None))
+    async def _free_stray(self, slot: Slot) -> None:
+        await self.lending.free_stray(slot, self.timeout(None))
 
     async def deregister(self, replica_id: str) -> None:
         """Take a replica out, keeping what its requests have so far."""

@@ -30,13 +30,15 @@ _LOG = get_logger("engine")
 
 
 class Prober:
-    """One background task per replica. `free` frees a stray engine."""
+    """One background task per replica. `free` frees a stray engine; None where that is for others to say."""
 
     def __init__(
-        self, fleet: Fleet, context: HostContext, interval: float, free: Callable[[Slot], Awaitable[None]]
+        self, fleet: Fleet, context: HostContext, interval: float, free: Callable[[Slot], Awaitable[None]] | None
     ) -> None:
         self._fleet = fleet
         self._free = free
+        self._strays: dict[str, str] = {}
+        """Why engines could not be freed when it was tried last."""
         self._context = context
         self._interval = interval
         self.suspended = False
@@ -50,9 +52,9 @@ class Prober:
         doubted = False
         freeing: asyncio.Task[None] | None = None
         while self._fleet.holds(slot):
-            if slot.replica.stray and (freeing is None or freeing.done()):
+            if self._free is not None and slot.replica.stray and (freeing is None or freeing.done()):
                 # Beside the probes, which have to go on if it hangs in this.
-                freeing = self._context.tasks.spawn(f"free {slot.replica_id}", self._free_stray(slot))
+                freeing = self._context.tasks.spawn(f"free {slot.replica_id}", self._free_stray(slot, self._free))
             signed = await self._due(slot, doubted)
             slot.probe_wanted.clear()
             if self._fleet.holds(slot):
@@ -65,12 +67,18 @@ class Prober:
                 doubted = signed and slot.replica.health is Health.HEALTHY
                 await asyncio.sleep(SHORTEST_PAUSE_S)
 
-    async def _free_stray(self, slot: Slot) -> None:
-        _LOG.warning("an engine was started on GPUs of the trainer: freeing it", replica_id=slot.replica_id)
+    async def _free_stray(self, slot: Slot, free: Callable[[Slot], Awaitable[None]]) -> None:
+        replica_id, failure = slot.replica_id, ""
         try:
-            await self._free(slot)
+            await free(slot)
         except TurnoutError as error:
-            _LOG.warning("stray engine not freed yet", replica_id=slot.replica_id, reason=error.message)
+            failure = error.reason
+        # One that cannot be freed is tried at every probe: it is told once.
+        if failure != self._strays.get(replica_id):
+            _LOG.warning("an engine was started on GPUs of the trainer", replica_id=replica_id, not_freed=failure)
+        self._strays[replica_id] = failure
+        if not failure:
+            del self._strays[replica_id]
 
     async def _due(self, slot: Slot, doubted: bool) -> bool:
         """Wait until a probe is due; returns whether that is for a sign of death."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from services.engine.domain.engine_state import EngineState
 from services.runtime.errors import failed_precondition
 from tests.engine.helpers import (
     RUN,
@@ -321,15 +322,23 @@ async def test_a_hybrid_replica_that_comes_between_two_lends_is_put_to_sleep() -
         assert "sleep(2)" in recorders["h1"].calls
 
 
-async def test_an_agent_puts_nothing_to_sleep_by_itself() -> None:
+@pytest.mark.parametrize("agent", [True, False])
+async def test_an_agent_puts_nothing_to_sleep_by_itself(agent: bool) -> None:
     """Whether a new engine may be awake, the controller of the run knows: it may be about to send weights."""
-    async with recorded("h0:hybrid", agent=True) as (engine, recorders):
-        slot = engine.controller.fleet.get("h0")
-        slot.replica.arrived_late()
-        assert slot.replica.stray
-        recorders.forget()
-        await engine.controller.free_stray(slot)
-        assert not recorders["h0"].calls
+    async with recorded("h0:hybrid", agent=agent, probe_interval=0.01) as (engine, recorders):
+        replica, recorder = engine.controller.fleet.get("h0").replica, recorders["h0"]
+        looks = 0
+
+        async def probe() -> EngineState:
+            nonlocal looks
+            looks += 1
+            return await recorder.engine.probe()
+
+        recorder.probe = probe  # type: ignore[method-assign]
+        replica.arrived_late()
+        assert replica.stray
+        await until(lambda: looks > 3)
+        assert bool(recorder.calls) is not agent
 
 
 async def test_a_list_may_ask_the_engines_first() -> None:
