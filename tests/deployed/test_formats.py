@@ -15,9 +15,13 @@ from services.buffer.storage.schema import SCHEMA as BUFFER
 from services.engine.storage.schema import SCHEMA as ENGINE
 from services.runtime.errors import Code
 from services.runtime.journal.meta import Meta
+from services.runtime.permissions import Role
 from services.scheduler.storage.schema import SCHEMA as SCHEDULER
 from tests.buffer.helpers import Caller, refused
-from tests.deployed.site import SERVICES, Member, NotStarted, Site
+from tests.deployed.site import RUN, SERVICES, Member, NotStarted, Site
+from turnout.buffer.v1 import buffer_pb2
+from turnout.scheduler.v1 import scheduler_pb2
+from turnout.trainer import AsyncTrainerHooks, TrainerSetup
 
 SCHEMAS = {"buffer": BUFFER, "engine": ENGINE, "scheduler": SCHEDULER}
 OLDER, NEWER = "an older release wrote it", "a newer release wrote it"
@@ -168,3 +172,24 @@ def test_versions_and_doctor_tell_the_form_of_what_is_there(ground: Site, writte
     forms = {one["subject"]: (one["verdict"], one["text"]) for one in findings if one["check"] == "journal"}
     assert forms == {str(path): ("ok", f"{SCHEMAS[name]} in format 1") for name, path in written.items()}
     assert {name: _content(path) for name, path in written.items()} == before
+
+
+@pytest.mark.slow
+async def test_a_trainer_goes_on_with_its_own_checkpoint_on_services_that_begin_anew(site: Site) -> None:
+    """The last step of a change-over, as docs/operations.md has it: empty directories, the step of the trainer."""
+    site.start(*SERVICES)
+    setup = TrainerSetup(
+        RUN,
+        scheduler_pb2.RunConfig(
+            train_batch_size=2, parameter_sync_step=1, mini_batch_size=2, total_training_steps=9, group_size=1
+        ),
+        scheduler=site.members["scheduler"].target,
+        buffer=site.members["buffer"].target,
+        engine=site.members["engine"].target,
+        buffer_config=buffer_pb2.RunConfig(train_batch_size=2),
+        options=site.options(Role.TRAINER),
+        resume=scheduler_pb2.Resume(resume_step=3, keep_live=True),
+    )
+    async with await AsyncTrainerHooks.open(setup) as hooks:
+        assert hooks.next_step == 4
+        assert await hooks.add_groups(4, [buffer_pb2.GroupSpec(group_id="g")]) == 1
