@@ -263,6 +263,9 @@ def _server_options(settings: ServiceSettings) -> list[tuple[str, int]]:
         ("grpc.max_receive_message_length", settings.max_message_bytes),
         ("grpc.max_send_message_length", settings.max_message_bytes),
         ("grpc.max_concurrent_streams", settings.max_streams),
+        # Of calls that begin faster than they are taken up, gRPC would cancel some at random beyond a thousand.
+        ("grpc.server.max_pending_requests", settings.max_streams),
+        ("grpc.server.max_pending_requests_hard_limit", settings.max_streams),
         ("grpc.max_allowed_incoming_connections", settings.max_connections),
         ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
         ("grpc.keepalive_time_ms", keepalive_ms),

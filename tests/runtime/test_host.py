@@ -114,6 +114,18 @@ async def test_h61_health_is_told_while_calls_at_work_use_up_the_grace() -> None
         assert await stopping is True
 
 
+async def test_h37_a_burst_of_calls_is_taken_whole() -> None:
+    """Of more than a thousand that begin at once gRPC cancels some at random: a worker's requests, a trainer's call."""
+
+    async def echo(request: StringValue, context: Context) -> StringValue:
+        return request
+
+    async with probe_host(unary=echo) as host, grpc.aio.insecure_channel(host.target) as channel:
+        calls = [Caller(channel).unary(str(number)) for number in range(3000)]
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        assert [answer for answer in answers if isinstance(answer, BaseException)] == []
+
+
 async def test_h50_a_call_that_outlasts_the_grace_is_cut_and_cleaned_up() -> None:
     """gRPC returns from its stop before the handlers that it cancelled have run their clean-up."""
     entered = asyncio.Event()
