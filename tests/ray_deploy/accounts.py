@@ -1,7 +1,8 @@
 """What became of every result that a buffer acknowledged to a worker: the audit of a job whose processes were killed.
 
 Invariants: it compares three books that know nothing of each other: what workers were told, what the trainer read, and
-the buffer's ledger. A worker that is killed tells less than it was told, never more.
+the buffer's ledger. A worker that is killed tells less than it was told, never more. A group with an attempt that
+failed is evicted with what it has.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ def discrepancies(crew: Crew, ledger: dict[str, Any], group_size: int) -> list[s
     return [
         *_of_the_ledger(ledger, trained),
         *(f"group {group} was read with {len(read)} contents" for group, read in trained.items() if len(read) > 1),
-        *_of_the_workers(acknowledged, trained, ledger["present"] * group_size),
+        *_of_the_workers(acknowledged, trained, (ledger["present"] + ledger["evicted"]) * group_size),
     ]
 
 
@@ -32,8 +33,6 @@ def _of_the_ledger(ledger: dict[str, Any], trained: dict[str, Any]) -> Iterable[
         yield f"the ledger does not balance: {ledger}"
     if committed != len(trained):
         yield f"{committed} groups were committed, {len(trained)} were trained on"
-    if evicted:
-        yield f"{evicted} groups were evicted, and nothing in this job evicts"
 
 
 def _of_the_workers(
@@ -51,4 +50,4 @@ def _of_the_workers(
         elif any(tokens[line["index"]] != line["tokens"] for _, tokens in read):
             yield f"trajectory {line['index']} of {line['group_id']} was read with other tokens than were acknowledged"
     if waiting > room:
-        yield f"{waiting} acknowledged trajectories were not trained on, and there is room for {room} in the buffer"
+        yield f"{waiting} acknowledged trajectories were not trained on, and the groups left have {room}"

@@ -41,7 +41,6 @@ def test_books_that_agree_have_no_discrepancy() -> None:
     [
         (audit(READ, TOLD, added=4), "does not balance"),
         (audit(READ[:1], TOLD[:2]), "2 groups were committed, 1 were trained on"),
-        (audit(READ, TOLD, evicted=1, present=0), "1 groups were evicted"),
         (audit([*READ, trained("g0", 5, 6, digest="b")], TOLD), "g0 was read with 2 contents"),
         (audit(READ, [*TOLD, TOLD[0]]), "trajectory 0 of g0 was acknowledged 2 times"),
         (audit(READ, [*TOLD, acknowledged("g1", 0, 9)]), "trajectory 0 of g1 was read with other tokens"),

@@ -60,6 +60,7 @@ async def are(client: AsyncEngineClient, run: str, agent: str, *wanted: int) -> 
 def check(crew: Crew, ledger: dict[str, Any]) -> None:
     """Nothing was lost and nothing committed twice, by the books of the workers, the trainer and the buffer."""
     assert discrepancies(crew, ledger, small_job().group_size) == []
+    assert ledger["evicted"] == 0
     assert len(crew.said("committed")) * 4 <= ledger["committed"]
     assert any(line["event"] == "acknowledged" for worker in crew.workers for _, line in worker.lines)
 
