@@ -7,7 +7,8 @@ import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -17,16 +18,15 @@ import pytest
 OBJECT_STORE_BYTES: Final = 100 << 20
 """Near the least that Ray takes."""
 
-TRIES: Final = 3
-"""To start a raylet: Ray gives each 30 s, which is too little where everything else has much to do."""
+COMES_UP_WITHIN_S: Final = 90.0
+"""Beyond Ray's own time: it gives a raylet 30 s, which is too little where everything else has much to do."""
 
 
 class Raylets:
     """The nodes of a running cluster; this process is a driver on the head."""
 
-    def __init__(self, cluster: Any, directory: str) -> None:
+    def __init__(self, cluster: Any) -> None:
         self._cluster = cluster
-        self._directory = directory
         self._nodes: dict[str, Any] = {}
 
     @property
@@ -36,23 +36,12 @@ class Raylets:
 
     def add(self, name: str, resource: str) -> None:
         """Add a node that offers one unit of a resource; `name` is for `kill`."""
-        before = _processes_of(self._directory)
-        for left in reversed(range(TRIES)):
-            try:
-                self._nodes[name] = self._cluster.add_node(
-                    num_cpus=0,
-                    num_gpus=0,
-                    resources={resource: 1},
-                    object_store_memory=OBJECT_STORE_BYTES,
-                )
-            except Exception as error:
-                # Ray has no type of its own for it.
-                if "timed out during startup" not in str(error) or not left:
-                    raise
-                # It may come up all the same, with a resource that is to be offered once.
-                _kill(pid for pid in _processes_of(self._directory, "raylet/raylet") if pid not in before)
-            else:
-                return
+        self._nodes[name] = self._cluster.add_node(
+            num_cpus=0,
+            num_gpus=0,
+            resources={resource: 1},
+            object_store_memory=OBJECT_STORE_BYTES,
+        )
 
     def node_id(self, name: str) -> str:
         """Ray's id of a node."""
@@ -78,6 +67,9 @@ def raylets(**nodes: str) -> Iterator[Raylets]:
         patch.setenv("RAY_TMPDIR", directory)
         # As docs/ray.md advises: services that wait for everything else to have had its turn are slow to come back.
         patch.setenv("RAY_worker_niceness", "0")
+        # A raylet ends itself when its own helper needs longer than 30 s to start.
+        patch.setenv("RAY_agent_register_timeout_ms", str(round(COMES_UP_WITHIN_S * 1000)))
+        patch.setattr("ray._private.services.get_node", _patient(ray._private.services.get_node))
         # Nodes are added from threads, too, where the signal handlers of a shutdown at exit cannot be set.
         cluster = Cluster(shutdown_at_exit=False)
         try:
@@ -89,7 +81,7 @@ def raylets(**nodes: str) -> Iterator[Raylets]:
                 include_dashboard=False,
             )
             patch.setenv("RAY_ADDRESS", str(cluster.address))
-            made = Raylets(cluster, directory)
+            made = Raylets(cluster)
             for name, resource in nodes.items():
                 made.add(name, resource)
             ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
@@ -98,23 +90,30 @@ def raylets(**nodes: str) -> Iterator[Raylets]:
             ray.shutdown()
             cluster.shutdown()
             # Of a node that did not come up in time, Ray forgets what it had started.
-            _kill(_processes_of(directory))
+            _kill_all_of(directory)
             shutil.rmtree(directory, ignore_errors=True)
 
 
-def _processes_of(directory: str, program: str = "") -> set[int]:
-    """Every process but this one whose command line names this directory, which is the cluster's own."""
-    found = set()
+def _patient(get_node: Callable[[str, str], Any]) -> Callable[[str, str], Any]:
+    """Ray's look for a node that it started, which may take longer than Ray wants to wait."""
+
+    def patient(address: str, node_id: str) -> Any:
+        ends = time.monotonic() + COMES_UP_WITHIN_S
+        while True:
+            try:
+                return get_node(address, node_id)
+            except RuntimeError:
+                if time.monotonic() >= ends:
+                    raise
+            time.sleep(0.2)
+
+    return patient
+
+
+def _kill_all_of(directory: str) -> None:
+    """Kill every process whose command line names this directory, which is the cluster's own."""
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
             with contextlib.suppress(OSError):
-                line = (entry / "cmdline").read_bytes()
-                if directory.encode() in line and program.encode() in line:
-                    found.add(int(entry.name))
-    return found
-
-
-def _kill(pids: Iterable[int]) -> None:
-    for pid in pids:
-        with contextlib.suppress(OSError):
-            os.kill(pid, signal.SIGKILL)
+                if directory.encode() in (entry / "cmdline").read_bytes():
+                    os.kill(int(entry.name), signal.SIGKILL)
