@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -118,11 +117,13 @@ class _Bench:
         return self._results(asked, stepped, memory, used)
 
     async def _pass_time(self, memory: MemoryWatch) -> None:
-        ends = time.monotonic() + self._plan.seconds
-        while (left := ends - time.monotonic()) > 0:
-            await asyncio.sleep(min(_TELL_S, left))
+        left = self._plan.seconds
+        while left > 0:
+            part = min(_TELL_S, left)
+            await asyncio.sleep(part)
+            left -= part
             now = ", ".join(f"{name} {readings[-1][1]:.0f} MiB" for name, readings in memory.readings.items())
-            self._say(f"{max(0.0, ends - time.monotonic()):.0f} s left: {now}, {self._errors.count} errors")
+            self._say(f"{left:.0f} s left: {now}, {self._errors.count} errors")
 
     async def _start(self, module: str, runs: Sequence[str]) -> tuple[Child, Words]:
         errand = Errand(self._plan, self._deployment.access, tuple(runs), str(self._notes))
@@ -179,6 +180,8 @@ class _Bench:
             self._say(message)
         ours, bare = sorted(asked["ours"]), sorted(asked["bare"])
         consumed = sum(ledger.sampled.total() for ledger in self._ledgers.values())
+        # Every trainer has taken a batch and not brought the next one's prompts yet; and one is late.
+        resident = plan.groups - 2 * plan.batch * plan.runs
         results = [
             Result("load_errors", "", self._errors.count, 0, limit=0),
             Result("load_ledger_faults", "", self._faults, 0, limit=0),
@@ -188,7 +191,7 @@ class _Bench:
             Result(
                 "load_groups", "groups/s", consumed / plan.seconds, plan.offered, 0.95 * plan.offered, at_least=True
             ),
-            Result("load_resident", "groups", asked["least"], plan.groups, 0.95 * plan.groups, at_least=True),
+            Result("load_resident", "groups", asked["least"], plan.groups, resident, at_least=True),
             Result("load_step_late_max", "s", max(stepped["late"], default=0.0), 0),
         ]
         for name, seconds in used.items():

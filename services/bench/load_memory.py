@@ -57,7 +57,7 @@ class MemoryWatch:
     """Reads the memory of named processes every `period` seconds, until cancelled."""
 
     def __init__(self, pids: Mapping[str, Sequence[int]], period: float) -> None:
-        """`pids`: processes that belong together are added up."""
+        """`pids`: of processes that do the same the mean is taken."""
         self._pids = pids
         self._period = period
         self.readings: dict[str, list[tuple[float, float]]] = {name: [] for name in pids}
@@ -70,7 +70,7 @@ class MemoryWatch:
         while True:
             at = time.monotonic() - began
             for name, pids in self._pids.items():
-                self.readings[name].append((at, sum(map(resident_bytes, pids)) / MIB))
+                self.readings[name].append((at, fmean(map(resident_bytes, pids)) / MIB))
             number += 1
             await asyncio.sleep(max(0.0, began + number * self._period - time.monotonic()))
 

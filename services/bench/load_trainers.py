@@ -93,18 +93,18 @@ class Trainer:
 
         self._move = move
         await hooks.on_init_end(move)
-        for first in range(0, plan.groups_per_run, FILL_AT_ONCE):
-            await self._add(hooks, hooks.next_step, min(FILL_AT_ONCE, plan.groups_per_run - first), FILL)
-        await hooks.buffer.wait_for_sampleable(
-            buffer_pb2.WaitForSampleableRequest(
-                run_id=self._run_id,
-                partition=PARTITION,
-                epoch=hooks.epoch,
-                step=hooks.next_step,
-                target=plan.groups_per_run,
-            ),
-            refill_fn=lambda count: self._specs(count, FILL),
-        )
+        added = 0
+        while added < plan.groups_per_run:
+            count = min(FILL_AT_ONCE, plan.groups_per_run - added)
+            await self._add(hooks, hooks.next_step, count, FILL)
+            added += count
+            # Workers that take no time would otherwise flood a slow machine.
+            await hooks.buffer.wait_for_sampleable(
+                buffer_pb2.WaitForSampleableRequest(
+                    run_id=self._run_id, partition=PARTITION, epoch=hooks.epoch, step=hooks.next_step, target=added
+                ),
+                refill_fn=lambda count: self._specs(count, FILL),
+            )
         self._resident = plan.groups_per_run
         return hooks
 

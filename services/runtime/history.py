@@ -17,8 +17,8 @@ from typing import Final, Generic, TypeVar
 
 T = TypeVar("T")
 
-BLOCK_WEIGHT: Final = 256
-"""Packed at once: some two milliseconds for as many small events."""
+BLOCK_WEIGHT: Final = 128
+"""Packed at once: one to five milliseconds for as many small events, by what has to be converted."""
 
 FRESH_WEIGHT: Final = 1024
 """Kept as they are, at least: more than who follows is ever behind."""
