@@ -196,7 +196,7 @@ class Partition:
         self.index.leave(group)
         group.state = final
         del self.groups[group.group_id]
-        self.arrivals.removed()
+        self.arrivals.remove(group)
         self.state.groups -= 1
 
     def commit(self, groups: Iterable[Group], at: Moment) -> None:

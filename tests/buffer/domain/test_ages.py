@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 
 import pytest
@@ -91,7 +92,7 @@ def test_pages_skip_what_left() -> None:
         arrivals.add(made)
     for made in groups[:250]:
         made.state = GroupState.EVICTED
-        arrivals.removed()
+        arrivals.remove(made)
     page, following = arrivals.page(0, 20, ())
     assert [made.sequence for made in page] == list(range(251, 271))
     assert following == 270
@@ -100,6 +101,21 @@ def test_pages_skip_what_left() -> None:
     assert following is None
     groups[299].state = GroupState.FINISHED
     assert arrivals.page(0, 5, {GroupState.FINISHED}) == ([groups[299]], None)
+
+
+def test_a_group_that_left_is_let_go_at_once() -> None:
+    """Kept until they were the majority, trained groups took as much memory as those that were there."""
+    arrivals = Arrivals()
+    made = [group(number) for number in range(1, 2001)]
+    for each in made:
+        arrivals.add(each)
+    for number in [*range(500, 1000), *range(500)]:
+        arrivals.remove(made[number])
+    held = {id(each) for held in gc.get_referents(arrivals) for each in gc.get_referents(held)}
+    assert not held & set(map(id, made[:1000]))
+    assert held >= set(map(id, made[1000:]))
+    page, following = arrivals.page(0, 2000, ())
+    assert ([each.sequence for each in page], following) == (list(range(1001, 2001)), None)
 
 
 def test_a_page_passes_over_so_many_groups_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
