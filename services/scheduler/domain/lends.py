@@ -1,13 +1,17 @@
 """The lends of a run.
 
-Invariants: an id is used for one lend; at most one lend is open; a lend that is complete or abandoned stays so, and is
-remembered, so that closing it again is told apart from closing one that never was.
+Invariants: an id is used for one lend; at most one lend is open; a lend that is complete or abandoned stays so; the
+newest `CLOSED_KEPT` of those are remembered, so that closing one again is told apart from closing one that never was.
 """
 
 from dataclasses import dataclass
+from typing import Final
 
 from services.runtime.errors import TurnoutError, failed_precondition, not_found
 from services.scheduler.domain.events import LendKind
+
+CLOSED_KEPT: Final = 1000
+"""As many as the engine controller keeps: a trainer repeats the closing of its last lend, rarely of an older one."""
 
 
 @dataclass(slots=True)
@@ -55,11 +59,13 @@ class Lends:
         self.completed = completed
 
     def close(self, lend_id: str, cost_s: float | None) -> None:
-        """A lend of an earlier process is over; `cost_s` None: it was abandoned."""
+        """A lend is over; `cost_s` None: it was abandoned."""
         self._closed[lend_id] = cost_s
+        while len(self._closed) > CLOSED_KEPT:
+            del self._closed[next(iter(self._closed))]
 
     def closed(self) -> dict[str, float | None]:
-        """What each lend that is over cost, None if it was abandoned."""
+        """What each lend that is over cost, None if it was abandoned; the newest `CLOSED_KEPT`, oldest first."""
         return dict(self._closed)
 
     def begin(self, lend: Lend) -> None:
@@ -105,7 +111,7 @@ class Lends:
         if lend is None:
             raise AssertionError("no lend is open")
         self.open = None
-        self._closed[lend.lend_id] = cost_s
+        self.close(lend.lend_id, cost_s)
         return lend
 
 

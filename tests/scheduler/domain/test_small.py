@@ -9,7 +9,7 @@ from services.runtime.history import BLOCK_WEIGHT, FRESH_WEIGHT
 from services.scheduler.domain.events import LendKind, RequestProgress, RunEvent, RunningRequest, StepBegan
 from services.scheduler.domain.holdings import Gpu, Holdings
 from services.scheduler.domain.lease import TrainerLease
-from services.scheduler.domain.lends import Lend, Lends, lend_closed
+from services.scheduler.domain.lends import CLOSED_KEPT, Lend, Lends, lend_closed
 from services.scheduler.domain.log import EventLog
 from services.scheduler.domain.resume import Resume, check_resume
 from services.scheduler.domain.timings import StepTimings
@@ -144,6 +144,19 @@ def test_a_resume_after_the_last_step_there_can_be_is_refused_before_anybody_is_
         check_resume(Resume(2**63 - 1, keep_live=True), None, 0)
     assert caught.value.code is Code.INVALID_ARGUMENT
     assert caught.value.metadata["field"] == "resume.resume_step"
+
+
+def test_the_lends_that_are_over_do_not_pile_up() -> None:
+    """A run lends in every step; kept for ever, each start would read them all back."""
+    lends = Lends()
+    for number in range(CLOSED_KEPT + 10):
+        lends.begin(Lend(str(number), LendKind.STEP_END, number))
+        lends.complete(1.0)
+    assert len(lends.closed()) == CLOSED_KEPT
+    assert lends.cost_of(str(CLOSED_KEPT + 9)) == 1.0
+    with pytest.raises(TurnoutError) as caught:
+        lends.require("9")
+    assert caught.value.reason == "LEND_UNKNOWN"
 
 
 def test_the_log_has_no_gaps_and_time_does_not_run_backwards() -> None:
