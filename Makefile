@@ -35,6 +35,8 @@ SUDO := $(if $(filter 0,$(shell id -u)),,sudo)
 # Debian's Prometheus with promtool, and its shellcheck, unpacked and not installed: that needs no root.
 PROMETHEUS := .prometheus
 SHELLCHECK := .shellcheck
+# Grafana's types of a dashboard, and what compares them; Grafana itself is not to be had from a registry.
+GRAFANA := .grafana
 
 # How long `make soak` lets faults happen.
 SECONDS ?= 600
@@ -97,7 +99,7 @@ test-packages: $(VENV)/.dev ## wheels in clean environments, at the lowest and t
 test-newcomer: $(VENV)/.dev ## the quickstart, literally, from a fresh clone without a cache; prints how long each part took (about ten minutes)
 	$(BIN)/python -m pytest -q tests/docs/test_newcomer.py
 
-test-deploy: $(VENV)/.dev $(PROMETHEUS)/usr/bin/prometheus $(SHELLCHECK)/usr/bin/shellcheck ## alert rules and dashboard against a real Prometheus, manifests against the schemas of Kubernetes (fetches packages of Debian's into folders here)
+test-deploy: $(VENV)/.dev $(PROMETHEUS)/usr/bin/prometheus $(SHELLCHECK)/usr/bin/shellcheck $(GRAFANA)/.ready ## alert rules and dashboard against a real Prometheus and Grafana's types, manifests against the schemas of Kubernetes (fetches packages of Debian's and npm's into folders here)
 	$(PIP) install --quiet kubernetes-validate
 	$(BIN)/python -m pytest tests/observability tests/deploy
 
@@ -151,7 +153,7 @@ audit: $(VENV)/.dev ## known faults of the installed packages, from PyPI's own s
 	$(AUDIT)/bin/pip-audit --strict --no-deps --disable-pip --progress-spinner off -r $(AUDIT)/packages.txt
 
 clean: ## remove what make and the tools made
-	rm -rf $(VENV) $(AUDIT) $(PROMETHEUS) $(SHELLCHECK) $(VLLM) $(RAY) $(VERL) $(DOCS) docs/_build .venv-protos node_modules clients/typescript/node_modules clients/typescript/dist clients/go/bin clients/cpp/build .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage htmlcov dist build
+	rm -rf $(VENV) $(AUDIT) $(PROMETHEUS) $(SHELLCHECK) $(GRAFANA) $(VLLM) $(RAY) $(VERL) $(DOCS) docs/_build .venv-protos node_modules clients/typescript/node_modules clients/typescript/dist clients/go/bin clients/cpp/build .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage htmlcov dist build
 	find services clients tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
@@ -211,6 +213,10 @@ $(PROMETHEUS)/usr/bin/prometheus:
 $(SHELLCHECK)/usr/bin/shellcheck:
 	mkdir -p $(SHELLCHECK)
 	cd $(SHELLCHECK) && apt-get download -qq shellcheck && dpkg-deb -x shellcheck_*.deb . && rm shellcheck_*.deb
+	@touch $@
+
+$(GRAFANA)/.ready:
+	npm install --prefix $(GRAFANA) --no-save --no-package-lock --no-audit --no-fund --silent @grafana/schema@13.2.3 typescript@5.9.3
 	@touch $@
 
 $(BUF): package.json

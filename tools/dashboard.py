@@ -311,7 +311,10 @@ def _panel(number: int, panel: Panel, x: int, y: int) -> dict[str, Any]:
         "datasource": _SOURCE,
         "gridPos": {"h": _HEIGHT, "w": _WIDTH, "x": x, "y": y},
         "fieldConfig": {"defaults": {"unit": panel.unit, "custom": custom}, "overrides": []},
-        "options": {"legend": {"displayMode": "list", "placement": "bottom"}, "tooltip": {"mode": "multi"}},
+        "options": {
+            "legend": {"displayMode": "list", "placement": "bottom", "showLegend": True, "calcs": []},
+            "tooltip": {"mode": "multi", "sort": "desc"},
+        },
         "targets": queries,
     }
 

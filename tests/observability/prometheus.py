@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import shutil
+import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import AsyncIterator
@@ -53,6 +54,15 @@ def _get(url: str) -> Any:
         return json.loads(answer.read())
 
 
+def _is_ready(url: str) -> bool:
+    """Whether it answers queries: it listens before it has read what it keeps."""
+    try:
+        with urllib.request.urlopen(f"{url}/-/ready", timeout=20) as answer:
+            return int(answer.status) == 200
+    except urllib.error.HTTPError:
+        return False
+
+
 @asynccontextmanager
 async def prometheus(config: str, folder: Path) -> AsyncIterator[Prometheus]:
     """Run one with this configuration, its data in `folder`."""
@@ -74,6 +84,9 @@ async def prometheus(config: str, folder: Path) -> AsyncIterator[Prometheus]:
                 lines.append(line)
                 assert line, "".join(lines)
         reading = asyncio.create_task(process.stderr.read())
+        async with asyncio.timeout(30):
+            while not await asyncio.to_thread(_is_ready, f"http://{found[1]}"):  # noqa: ASYNC110 - it has to be asked
+                await asyncio.sleep(0.1)
         yield Prometheus(f"http://{found[1]}")
         process.terminate()
         async with asyncio.timeout(_STOP_S):

@@ -16,13 +16,23 @@ from typing import Any
 import pytest
 import yaml
 
+from services.buffer.service import build as build_buffer
+from services.buffer.settings import BufferSettings
+from services.engine.service import build as build_engine
+from services.engine.settings import EngineSettings
 from services.processes.child import Child, ChildSpec
 from services.processes.fleet import Fleet
 from services.processes.service import service_spec
-from tests.observability.loop import AGENT_ARGUMENTS, LOCAL, ROLES, RUN, SCALE, Targets, job, step_of
+from services.scheduler.service import build as build_scheduler
+from services.scheduler.settings import SchedulerSettings
+from tests.observability.loop import AGENT_ARGUMENTS, LOCAL, ROLES, RUN, SCALE, Targets, job, setup, step_of
 from tests.observability.prometheus import ROOT, Prometheus, need, prometheus
 from tests.observability.test_metrics_page import documented
+from tests.runtime.certificates import Authority
 from tools import dashboard
+from turnout.buffer.v1 import buffer_pb2
+from turnout.client import AsyncBufferClient, AsyncSchedulerClient, ClientOptions, Security
+from turnout.scheduler.v1 import scheduler_pb2
 
 DEPLOY = ROOT / "deploy"
 RULES = DEPLOY / "prometheus" / "alerts.yml"
@@ -109,7 +119,7 @@ def test_promtool_accepts(arguments: tuple[str, ...]) -> None:
 def test_the_page_shows_what_promtool_accepts() -> None:
     """Another spelling on the page than in the configuration that is checked would be checked by nobody."""
     text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
-    (shown,) = re.findall(r"```yaml\n(scrape_configs:.*?)```", text, re.DOTALL)
+    shown = re.findall(r"```yaml\n(scrape_configs:.*?)```", text, re.DOTALL)[0]
     checked = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text(encoding="utf-8"))
     (job,), (whole,) = yaml.safe_load(shown)["scrape_configs"], checked["scrape_configs"]
     assert job == {key: whole[key] for key in job}
@@ -188,6 +198,52 @@ async def test_every_query_of_the_dashboard_answers(tmp_path: Path) -> None:
         assert {rule["health"] for rule in rules} == {"ok"}, rules
         assert [rule["name"] for rule in rules if rule["state"] == "firing"] == []
         assert {one["metric"]["run_id"] for one in await server.query("turnout_run_open")} == {RUN}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+async def test_it_scrapes_over_mutual_tls_as_the_page_says(tmp_path: Path) -> None:
+    """On addresses that others reach metrics need a certificate; without it every target is an alarm."""
+    need("prometheus")
+    text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    shown = re.findall(r"```yaml\n(scrape_configs:.*?)```", text, re.DOTALL)[1]
+    config = yaml.safe_load(shown)
+    authority = Authority(tmp_path / "tls")
+    cert, key = authority.issue("service", "127.0.0.1")
+    settings: dict[str, Any] = {"listen": [LOCAL], "metrics_listen": LOCAL, "grace_s": 1}
+    settings |= {"tls_cert": cert, "tls_key": key, "tls_client_ca": authority.ca}
+    peer = {"peer_ca": str(authority.ca), "peer_cert": cert, "peer_key": key}
+    own_cert, own_key = authority.issue("prometheus", "prometheus")
+    security = Security(ca=authority.ca, cert=own_cert, key=own_key)
+    paths = {"ca_file": str(authority.ca), "cert_file": str(own_cert), "key_file": str(own_key)}
+    folder = tmp_path / "prometheus"
+    folder.mkdir()
+    async with (
+        build_buffer(BufferSettings.model_validate(settings)) as buffer,
+        build_engine(EngineSettings.model_validate({**settings, **peer})) as engine,
+        build_scheduler(SchedulerSettings.model_validate({**settings, **peer})) as scheduler,
+        AsyncBufferClient(buffer.target, ClientOptions(security=security)) as buffers,
+        AsyncSchedulerClient(scheduler.target, ClientOptions(security=security)) as client,
+    ):
+        config["global"] = {"scrape_interval": "1s"}
+        (job,) = config["scrape_configs"]
+        (discovery,) = job["http_sd_configs"]
+        assert set(job["tls_config"]) == set(discovery["tls_config"]) == set(paths)
+        job["tls_config"] = discovery["tls_config"] = paths
+        assert discovery["url"].startswith("https://")
+        assert scheduler.metrics_url is not None
+        discovery |= {"url": scheduler.metrics_url.replace("/metrics", "/sd"), "refresh_interval": "1s"}
+        run = setup(Targets(buffer.target, engine.target, scheduler.target, ""), 1, "verl")
+        assert run.buffer_config is not None
+        await buffers.calls.CreateRun(buffer_pb2.CreateRunRequest(run_id=RUN, config=run.buffer_config))
+        request = scheduler_pb2.OpenRunRequest(
+            run_id=RUN, config=run.config, buffer_target=buffer.target, engine_target=engine.target
+        )
+        await client.calls.OpenRun(request)
+        async with prometheus(yaml.safe_dump(config), folder) as server, asyncio.timeout(LONGEST_S):
+            while len(up := await server.query("up == 1")) < 3:  # noqa: ASYNC110 - Prometheus has to be asked
+                await asyncio.sleep(0.5)
+        assert sorted(one["metric"]["service"] for one in up) == ["buffer", "engine", "scheduler"]
 
 
 @pytest.mark.slow
