@@ -81,8 +81,10 @@ class Cell:
         self._goes_on = asyncio.Event()
         self._goes_on.set()
 
-    def start_anew(self) -> None:
-        """Its supervisor starts it, whoever has its GPUs."""
+    async def start_anew(self) -> None:
+        """Its supervisor ends it, if it lives, and starts it, whoever has its GPUs."""
+        if not self.dead:
+            await self.die()
         self.start()
         self.stray = True
 

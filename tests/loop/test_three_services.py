@@ -257,7 +257,7 @@ class Explorer:
         if job.open:
             cell = self._random.choice(sorted(self.house.room.of(job.run_id), key=lambda cell: cell.spec.replica_id))
             self._say(cell.spec.replica_id)
-            cell.start_anew()
+            await cell.start_anew()
 
     async def time_passes(self) -> None:
         """Leases run out, and the wall clock is set."""
