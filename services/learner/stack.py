@@ -83,9 +83,7 @@ async def _start_agent(fleet: Fleet, job: Job, entry: dict[str, str], model: Pat
     path.write_text(yaml.safe_dump(engine_config(job, role, model, directory)), encoding="utf-8")
     arguments = ("--agent", "--no-replica-weights", "--replica", f"{replica_id}:{role}", "--vllm-config", str(path))
     spec = service_spec("engine", *arguments, *_ANY_PORT, *_QUIET, name=f"agent of {replica_id}")
-    # An engine that is killed leaves its sockets behind: they go with the directory.
-    environment = {**ENVIRONMENT, "VLLM_RPC_BASE_PATH": str(directory)}
-    return await fleet.start(replace(spec, environment=environment), ready_within_s=ENGINE_WITHIN_S)
+    return await fleet.start(replace(spec, environment=ENVIRONMENT), ready_within_s=ENGINE_WITHIN_S)
 
 
 def _write_other_model(job: Job, directory: Path) -> Path:
