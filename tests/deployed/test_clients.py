@@ -95,7 +95,7 @@ def test_h53_two_loops_a_blocking_client_and_two_hundred_more(ground: Site, targ
 
 
 def test_h54_a_child_works_and_the_parents_wait_goes_on(ground: Site, target: str) -> None:
-    """A fork while a wait is parked, with TLS in both directions."""
+    """A fork while a wait is parked, with TLS in both directions. A call has nine seconds, thrice the case."""
     begin = BEGIN.replace('run_id="r"', 'run_id="forked"').replace("Timeouts(call=3.0", "Timeouts(call=9.0")
     begin = begin.replace("attempt=3.0", "attempt=9.0").replace("began < 3", "began < 9")
     script = begin + BLOCKING.replace('run_id="r"', 'run_id="forked"') + FORK

@@ -1,4 +1,4 @@
-"""H55: variables that send gRPC to a proxy, on the nodes of a deployment with TLS."""
+"""H55: variables that send gRPC to a proxy, on the nodes of a deployment with TLS. The LAN is named by its address."""
 
 from __future__ import annotations
 
