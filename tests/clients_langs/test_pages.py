@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.clients_langs.toolchains import CPP, CPP_BUILD_S, GO, GO_PACKAGES, TYPESCRIPT, go_environment, need, run
+from tests.clients_langs.toolchains import CPP, GO, GO_PACKAGES, TYPESCRIPT, go_environment, need, run
 from tests.clients_langs.world import Service, running
 from tests.docs.blocks import Piece, pieces_of
 from tests.docs.pages import ROOT
 
 pytestmark = pytest.mark.slow
+LONGEST_S = 900
 
 GO_AROUND = """package main
 
@@ -105,12 +106,12 @@ def test_go_mod_asks_for_what_the_sources_import() -> None:
     assert GO_PACKAGES.is_dir()
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(2000)
 def test_the_page_of_typescript_works(tmp_path: Path) -> None:
     """As for Go."""
     need("typescript")
     build = _pieces(TYPESCRIPT / "README.md", "sh")[0]
-    run(["bash", "-euc", build.key], TYPESCRIPT, {})
+    run(["bash", "-euc", build.key], TYPESCRIPT, {}, timeout=LONGEST_S)
     (snippet,) = _pieces(TYPESCRIPT / "README.md", "ts")
     page, config = TYPESCRIPT / f"page-{os.getpid()}.ts", TYPESCRIPT / f"tsconfig-{os.getpid()}.json"
     options = {"noEmit": True, "incremental": False, "tsBuildInfoFile": None}
@@ -119,7 +120,7 @@ def test_the_page_of_typescript_works(tmp_path: Path) -> None:
         config.write_text(
             json.dumps({"extends": "./tsconfig.json", "compilerOptions": options, "include": [page.name]})
         )
-        run(["node_modules/.bin/tsc", "-p", config.name], TYPESCRIPT, {})
+        run(["node_modules/.bin/tsc", "-p", config.name], TYPESCRIPT, {}, timeout=LONGEST_S)
     finally:
         page.unlink(missing_ok=True)
         config.unlink(missing_ok=True)
@@ -135,7 +136,7 @@ async def test_the_page_of_cpp_works() -> None:
     await asyncio.to_thread(_installed, packages)
     googleapis = str(Path(error_details_pb2.__file__).parents[2])
     for command in (configure.replace("DIR", googleapis), build):
-        await asyncio.to_thread(run, ["bash", "-euc", command], ROOT, {}, CPP_BUILD_S)
+        await asyncio.to_thread(run, ["bash", "-euc", command], ROOT, {}, LONGEST_S)
     service = Service("buffer")
     async with running(service):
         command = smoke.replace("127.0.0.1:50051", service.target)

@@ -66,6 +66,18 @@ class Running:
             self._output += chunk
         return self._output.decode(errors="replace")
 
+    def ends(self, timeout: float) -> str:
+        """Wait until it has ended well and return what it printed."""
+        try:
+            rest, _ = self._process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.communicate()
+            raise
+        printed = (self._output + rest).decode(errors="replace")
+        assert self._process.returncode == 0, printed[-4000:]
+        return printed
+
     def stop(self) -> int:
         """Press Ctrl-C and return its exit code."""
         if self._process.poll() is None:

@@ -129,7 +129,7 @@ def test_h59_installed_alone_client_and_services_run_the_whole_loop(installed: I
     assert "turnout-services" in installed.services.run("turnout", "version")
     installed.services.run("turnout", "simulate", "--steps", "3", "--policy", "off,verl,jit")
     # verl tries a lend as long as no wait was measured.
-    small = ("--steps", "3", "--time-scale", "0.02", "--policy", "verl", "--no-picture")
+    small = ("--steps", "3", "--time-scale", "0.04", "--policy", "verl", "--no-picture")
     printed = installed.services.run("turnout", "demo", *small, "--json")
     result = json.loads(next(line for line in printed.splitlines() if line.startswith("{")))
     lent = result["seeds"][0]["on"]
