@@ -37,6 +37,13 @@ LEARNS: Final = Elsewhere("test-vllm", "tests/vllm/learner/test_learning.py::tes
 ON_RAY: Final = Elsewhere(
     "test-ray", "tests/ray_deploy/test_on_ray.py::test_a_deployment_outlives_the_command_that_made_it"
 )
+BACKUP: Final = Elsewhere("test-all", "tests/deployed/test_backup.py::test_a_copy_of_everything_brings_all_of_it_back")
+CHECKPOINT: Final = Elsewhere(
+    "test-all", "tests/deployed/test_backup.py::test_a_checkpoint_copied_from_a_running_buffer_brings_a_run_back"
+)
+ROLLING: Final = Elsewhere(
+    "test-all", "tests/deployed/test_rolling.py::test_every_process_is_restarted_in_turn_and_no_step_is_lost"
+)
 SOAK: Final = Elsewhere("soak", "")
 BUF: Final = "node_modules/.bin/buf curl --http2-prior-knowledge --protocol grpc "
 
@@ -138,7 +145,9 @@ TABLE: Final[dict[str, dict[str, How]]] = {
     "docs/contents.md": {
         ":caption: Start": Shown("the site's contents"),
         ":caption: How to": Shown("the site's contents"),
-        ":caption: Everything": Shown("the site's contents"),
+        ":caption: Engines": Shown("the site's contents"),
+        ":caption: Operate": Shown("the site's contents"),
+        ":caption: Reference": Shown("the site's contents"),
     },
     "docs/demo.md": {
         "make demo": FRESH,
@@ -227,6 +236,20 @@ TABLE: Final[dict[str, dict[str, How]]] = {
             before="mkdir -p /var/lib/turnout/buffer /var/lib/turnout/engine /var/lib/turnout/scheduler",
         ),
         "turnout version": Run(scene="bare", prints="turnout-services"),
+        'with SchedulerClient("trainer-0:50053") as scheduler:': ROLLING,
+        "systemctl stop turnout@scheduler turnout@engine turnout@buffer": BACKUP,
+        "cp -a /var/lib/turnout /backup/all": BACKUP,
+        "systemctl start turnout@buffer turnout@engine turnout@scheduler": BACKUP,
+        "rm -rf /var/lib/turnout": BACKUP,
+        "cp -a /backup/all /var/lib/turnout": BACKUP,
+        "turnout buffer audit --data-dir /var/lib/turnout/buffer": BACKUP,
+        'with BufferClient("trainer-0:50051") as buffer:': CHECKPOINT,
+        "cp -a /var/lib/turnout/buffer/checkpoints /backup/checkpoints": CHECKPOINT,
+        "systemctl stop turnout@buffer": CHECKPOINT,
+        "rm -rf /var/lib/turnout/buffer": CHECKPOINT,
+        "mkdir -p /var/lib/turnout/buffer": CHECKPOINT,
+        "cp -a /backup/checkpoints /var/lib/turnout/buffer/checkpoints": CHECKPOINT,
+        "systemctl start turnout@buffer": CHECKPOINT,
     },
     "docs/payloads.md": {
         'worker = WorkerSetup("my-run", buffer="trainer-0:50051", engine="trainer-0:50052",'

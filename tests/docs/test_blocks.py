@@ -20,7 +20,9 @@ from tests.docs.table import TABLE
 WHY = unavailable()
 PIECES = list(pieces())
 OWN = {
-    page: [(piece, how) for piece in PIECES if piece.page == page and isinstance(how := TABLE[page][piece.key], Run)]
+    page: [
+        (piece, how) for piece in PIECES if piece.page == page and isinstance(how := TABLE[page].get(piece.key), Run)
+    ]
     for page in TABLE
 }
 """What is executed here, by page."""
@@ -64,7 +66,9 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
         place.start("turnout up --data-dir data --run my-run --reference 1:1", folder).until(
             "turnout run my-run: hybrid-0, standalone-0", JOB_S
         )
-        snippets = [(piece, how) for piece in PIECES if isinstance(how := TABLE[piece.page][piece.key], Stage)]
+        snippets = [
+            (piece, how) for piece in PIECES if isinstance(how := TABLE.get(piece.page, {}).get(piece.key), Stage)
+        ]
         (trainer, train), (worker, work) = snippets
         place.start(_snippet(worker, work.change, work.given, "", folder), folder)
         done = place.run(_snippet(trainer, train.change, train.given, "", folder), folder, JOB_S)

@@ -120,6 +120,15 @@ def test_all_pages_are_listed() -> None:
     assert [page.name for page in pages if f"({page.relative_to(ROOT / 'docs')})" not in index] == []
 
 
+def test_the_site_lists_each_page_once() -> None:
+    """Sphinx refuses a page that is in no list, and one that is in two stands twice in the sidebar."""
+    docs = ROOT / "docs"
+    blocks = re.findall(r"^```{toctree}\n(?::.+\n)*\n([^`]*)```", (docs / "contents.md").read_text(), re.MULTILINE)
+    listed = sorted("\n".join(blocks).split())
+    pages = [str(page.relative_to(docs).with_suffix("")) for page in PAGES if docs in page.parents]
+    assert listed == sorted(page for page in pages if page not in ("index", "contents"))
+
+
 def test_a_line_is_read_as_a_shell_reads_it() -> None:
     """Comments, continuations and redirections are no arguments."""
     assert arguments("turnout events my-run > my-run.jsonl") == ["events", "my-run"]
