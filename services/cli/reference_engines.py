@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -15,6 +17,10 @@ from services.processes.service import service_spec
 from turnout.client import AsyncEngineClient, ClientOptions
 
 _NAME: Final = "agent"
+_METRICS: Final = "TURNOUT_ENGINE_METRICS_LISTEN"
+_DATA: Final = "TURNOUT_ENGINE_DATA_DIR"
+"""These are the controller's: an agent on the same port or with the same journal would keep it from starting."""
+
 _MEAN_TOKENS: Final = 200
 """Of an output: about two seconds, so that a first try shows something at once."""
 _WEIGHT_BYTES: Final = 32 << 20
@@ -49,8 +55,11 @@ class ReferenceEngines:
         replicas += [f"standalone-{n}:standalone" for n in range(self.standalone)]
         named = [text for replica in replicas for text in ("--replica", replica)]
         model = ("--length-mean", str(_MEAN_TOKENS), "--weights-bytes", str(_WEIGHT_BYTES))
-        listen = ("--listen", "127.0.0.1:0")
-        return service_spec("engine", "--agent", "--no-replica-weights", *listen, *model, *named, *flags, name=_NAME)
+        listen = ["--listen", "127.0.0.1:0"]
+        if os.environ.get(_METRICS):
+            listen += ["--metrics-listen", "127.0.0.1:0"]
+        made = service_spec("engine", "--agent", "--no-replica-weights", *listen, *model, *named, *flags, name=_NAME)
+        return dataclasses.replace(made, environment=dict.fromkeys((_METRICS, _DATA)))
 
     async def register(self, children: Iterable[Child], options: ClientOptions) -> list[str]:
         """Make the replicas known to the controller among these processes; returns their ids. Raises TurnoutError."""

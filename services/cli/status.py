@@ -7,8 +7,8 @@ are asked all the same.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from typing import Any, Final
+from collections.abc import Callable, Iterable
+from typing import Any, Final, TypeVar
 
 import click
 from rich.console import Console
@@ -33,6 +33,8 @@ from turnout.client import (
 from turnout.engine.v1 import engine_pb2
 from turnout.scheduler.v1 import scheduler_pb2
 
+R = TypeVar("R")
+
 _TIMEOUTS: Final = Timeouts(call=3.0, attempt=3.0)
 _RETRY: Final = RetryPolicy(max_attempts=1)
 """A person waits: one try, three seconds."""
@@ -55,16 +57,20 @@ _HEALTH: Final = {
         "does not answer.",
         "turnout status",
         "turnout status --scheduler 10.0.0.5:50053 --json",
+        "turnout status --run my-run --token-file reader.token",
     )
 )
 @target_option("buffer", BUFFER)
 @target_option("engine", ENGINE)
 @target_option("scheduler", SCHEDULER)
+@click.option(
+    "--run", "run_id", metavar="RUN", help="This run alone, which is all that a token of one run may ask for."
+)
 @security_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def status(buffer: str, engine: str, scheduler: str, as_json: bool) -> None:
+def status(buffer: str, engine: str, scheduler: str, run_id: str | None, as_json: bool) -> None:
     """Print the overview."""
-    overview = look(buffer, engine, scheduler)
+    overview = look(buffer, engine, scheduler, run_id)
     if as_json:
         click.echo(json.dumps(overview.to_dict()))
     else:
@@ -73,8 +79,8 @@ def status(buffer: str, engine: str, scheduler: str, as_json: bool) -> None:
         click.get_current_context().exit(EXIT_FAILED)
 
 
-def look(buffer: str, engine: str, scheduler: str) -> Overview:
-    """Ask the services and return what they know."""
+def look(buffer: str, engine: str, scheduler: str, run_id: str | None = None) -> Overview:
+    """Ask the services and return what they know, of all runs or of one."""
     overview = Overview()
     options = ClientOptions(timeouts=_TIMEOUTS, retry=_RETRY)
     runs: dict[str, RunOverview] = {}
@@ -90,11 +96,19 @@ def look(buffer: str, engine: str, scheduler: str) -> Overview:
     ):
 
         def ask_scheduler() -> None:
-            for run in schedulers.calls.ListRuns(scheduler_pb2.ListRunsRequest()).runs:
+            for run in _some(
+                run_id,
+                lambda: schedulers.calls.ListRuns(scheduler_pb2.ListRunsRequest()).runs,
+                lambda one: schedulers.calls.GetRun(scheduler_pb2.GetRunRequest(run_id=one)).run,
+            ):
                 runs[run.run_id] = _run(run)
 
         def ask_buffer() -> None:
-            for run in buffers.calls.ListRuns(buffer_pb2.ListRunsRequest()).runs:
+            for run in _some(
+                run_id,
+                lambda: buffers.calls.ListRuns(buffer_pb2.ListRunsRequest()).runs,
+                lambda one: buffers.calls.GetRun(buffer_pb2.GetRunRequest(run_id=one)).run,
+            ):
                 seen = runs.setdefault(run.run_id, RunOverview(run.run_id))
                 for partition in run.config.partitions:
                     if partition.kind != buffer_pb2.PARTITION_KIND_VALIDATION:
@@ -110,7 +124,7 @@ def look(buffer: str, engine: str, scheduler: str) -> Overview:
                 run.replicas = [_replica(replica) for replica in answer.replicas]
             if not runs:
                 try:
-                    engines.calls.ListReplicas(engine_pb2.ListReplicasRequest(run_id="turnout-status"))
+                    engines.calls.ListReplicas(engine_pb2.ListReplicasRequest(run_id=run_id or "turnout-status"))
                 except RunNotFound:
                     return
 
@@ -119,6 +133,16 @@ def look(buffer: str, engine: str, scheduler: str) -> Overview:
         ask("engine", engine, ask_engine)
     overview.runs = [runs[run_id] for run_id in sorted(runs)]
     return overview
+
+
+def _some(run_id: str | None, every: Callable[[], Iterable[R]], one: Callable[[str], R]) -> Iterable[R]:
+    """All runs, or the one that was asked for; none if the service does not know it."""
+    if run_id is None:
+        return every()
+    try:
+        return [one(run_id)]
+    except RunNotFound:
+        return []
 
 
 def _problem(question: Callable[[], Any]) -> str:

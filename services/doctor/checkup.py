@@ -153,6 +153,11 @@ async def _engines(scheduler: str, engine: str) -> list[Finding]:
                     continue
         except (TurnoutError, SecurityError) as error:
             found.append(
-                warning("engines", engine, f"cannot be asked: {error}", "give a token that may read: --token-file")
+                warning(
+                    "engines",
+                    engine,
+                    f"cannot be asked: {error}",
+                    "give a token of role reader or operator that is for all runs: --token-file",
+                )
             )
     return found

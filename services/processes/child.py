@@ -50,8 +50,8 @@ class ChildSpec:
     ready: re.Pattern[str] | None = LISTENING
     """Line of stdout that says the child is ready; None: it is ready once started."""
 
-    environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables added to, or in place of, our own."""
+    environment: Mapping[str, str | None] = field(default_factory=dict)
+    """Variables added to, or in place of, our own; None: not handed on."""
 
     ready_lines: int = 1
     """How many such lines there will be: a service prints one per address."""
@@ -99,7 +99,7 @@ class Child:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
-            env={**os.environ, **spec.environment},
+            env={name: value for name, value in {**os.environ, **spec.environment}.items() if value is not None},
             limit=LINE_LIMIT_BYTES,
             # A session of its own: Ctrl-C on the terminal reaches us alone, and we stop the children in order.
             start_new_session=True,

@@ -8,6 +8,7 @@ import re
 import signal
 import socket
 import subprocess
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -81,7 +82,7 @@ def test_up_with_reference_engines_needs_nothing_else_and_registering_again_is_f
 def test_up_registers_its_engines_with_the_callers_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The token of the services may not register: with it, nothing came up where tokens were on."""
     tokens = Tokens(tmp_path / "tokens.yaml", run="r")
-    held = {role: tmp_path / role for role in (Role.SERVICE, Role.TRAINER)}
+    held = {role: tmp_path / role for role in (Role.SERVICE, Role.TRAINER, Role.READER)}
     for role, path in held.items():
         path.write_text(tokens.of(role))
     locked = ("--tokens-file", str(tokens.write()), "--peer-token-file", str(held[Role.SERVICE]))
@@ -94,6 +95,27 @@ def test_up_registers_its_engines_with_the_callers_token(tmp_path: Path, monkeyp
         assert process.stdout is not None
         lines = [process.stdout.readline().strip() for _ in range(5)]
         assert lines[-1] == "turnout run r: hybrid-0, standalone-0"
+        targets = dict(LINE.findall("\n".join(lines)))
+        reader = ("status", *flags(targets), "--token-file", str(held[Role.READER]), "--json")
+        # A token of one run may ask for that run alone.
+        assert "RUN_NOT_ALLOWED" in turnout(*reader).stdout
+        told = turnout(*reader, "--run", "r")
+        assert told.returncode == 0, told.stdout
+        assert turnout(*reader, "--run", "other").returncode == 1
+        assert stop(process)[0] == 0
+
+
+def test_up_with_reference_engines_serves_the_metrics_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engines' agent took the controller's port from the environment, and nothing came up."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    monkeypatch.setenv("TURNOUT_ENGINE_METRICS_LISTEN", f"127.0.0.1:{port}")
+    with running("up", "--run", "r", "--reference", "1:1", *FREE) as process:
+        assert process.stdout is not None
+        lines = [process.stdout.readline().strip() for _ in range(5)]
+        assert lines[-1] == "turnout run r: hybrid-0, standalone-0", process.stderr and process.stderr.read()
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/sd", timeout=20) as answer:
+            assert [one["labels"]["service"] for one in json.load(answer)] == ["engine", "agent"]
         assert stop(process)[0] == 0
 
 

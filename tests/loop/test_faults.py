@@ -43,7 +43,7 @@ class Stack:
 
         async def update_weights(target: WeightTarget) -> Moved | None:
             await opened.move_bytes(target, b"w" * (1 << 16))
-            return Moved({gpu.uuid: 1 << 20 for gpu in target.gpus})
+            return Moved(bytes_free={gpu.uuid: 1 << 20 for gpu in target.gpus})
 
         opened = await AsyncTrainerHooks.open(TrainerSetup(**{**values, "update_weights": update_weights, **changes}))
         for name in ("hybrid-0", "hybrid-1"):

@@ -60,7 +60,7 @@ async def test_a_job_lends_trains_and_loses_nothing() -> None:
             role = engine_pb2.ReplicaRole.Name(target.role).removeprefix("REPLICA_ROLE_")
             moved.append((role, target.weight_version))
             await hooks.move_bytes(target, b"w" * (1 << 16))
-            return Moved({gpu.uuid: 1 << 20 for gpu in target.gpus})
+            return Moved(bytes_free={gpu.uuid: 1 << 20 for gpu in target.gpus})
 
         setup = TrainerSetup(
             RUN,

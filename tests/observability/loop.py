@@ -141,7 +141,7 @@ async def step_of(hooks: AsyncTrainerHooks, step: int) -> None:
 
     async def update_weights(target: WeightTarget) -> Moved | None:
         await hooks.move_bytes(target, b"w" * (1 << 16))
-        return Moved({gpu.uuid: 1 << 20 for gpu in target.gpus})
+        return Moved(bytes_free={gpu.uuid: 1 << 20 for gpu in target.gpus})
 
     await hooks.on_step_begin(step)
     await hooks.add_groups(step, _prompts(step))
@@ -161,7 +161,7 @@ async def job(targets: Targets, steps: int, policy: str = "verl") -> AsyncIterat
 
         async def update_weights(target: WeightTarget) -> Moved | None:
             await hooks.move_bytes(target, b"w" * (1 << 16))
-            return Moved({gpu.uuid: 1 << 20 for gpu in target.gpus})
+            return Moved(bytes_free={gpu.uuid: 1 << 20 for gpu in target.gpus})
 
         await register(hooks, targets)
         await hooks.on_init_end(update_weights)

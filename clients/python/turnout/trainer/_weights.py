@@ -72,7 +72,7 @@ class WeightTarget:
         return [rank.gpu for replica in self.replicas for rank in replica.ranks]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Moved:
     """What an `update_weights` callback may return. Returning None means: everything arrived."""
 
