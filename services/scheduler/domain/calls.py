@@ -187,7 +187,7 @@ class CallOrder:
     Answers are opaque here. The last `keep` of them are kept: a trainer repeats its last call, rarely an older one.
     """
 
-    def __init__(self, position: Position, mini_batches: int, keep: int = 1024) -> None:
+    def __init__(self, position: Position, mini_batches: int, keep: int = 256) -> None:
         self.position = position
         self._mini_batches = mini_batches
         self._keep = keep
