@@ -15,7 +15,7 @@ from typing import Final
 
 import uvloop
 
-from services.runtime.allocator import keep_freed_memory
+from services.runtime.allocator import keep_freed_memory, returning_holes
 from services.runtime.collector import short_collections
 from services.runtime.config import ServiceSettings
 from services.runtime.host import Build, ServiceHost, StartError
@@ -39,7 +39,11 @@ def run_service(name: str, settings: ServiceSettings, build: Build) -> int:
         atexit.register(finish)
     keep_freed_memory()
     raise_open_files()
-    with short_collections(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with (
+        short_collections(),
+        returning_holes(),
+        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+    ):
         return runner.run(_serve(name, settings, build))
 
 
