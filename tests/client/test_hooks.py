@@ -675,3 +675,20 @@ def test_each_move_of_a_wave_has_a_number_and_one_that_failed_leaves_its_own(wor
         hooks.on_step_end(1)
         hooks.on_step_end(2)
     assert [frames[0].header.move_index for frames in world.requests("UpdateWeights")] == [0, 1, 1, 0]
+
+
+def test_moves_are_numbered_for_each_replica_by_itself(world: World) -> None:
+    """Replicas that each got a part of their own were refused it, but for the first: they had not seen the others'."""
+    world.engine.script["UpdateWeights"] = lambda request, context: engine_pb2.UpdateWeightsResponse()
+
+    def update_weights(target: WeightTarget) -> None:
+        for replica in target.replicas:
+            hooks.move_bytes(dataclasses.replace(target, replicas=(replica,)), replica.replica_id.encode())
+        hooks.move_bytes(target, b"what all share")
+
+    hooks = TrainerHooks.open(world.setup(update_weights=update_weights))
+    with hooks:
+        hooks.on_step_end(1)
+    headers = [frames[0].header for frames in world.requests("UpdateWeights")]
+    moved = [(list(header.replica_ids), header.move_index) for header in headers]
+    assert moved == [(["s0"], 0), (["s1"], 0), (["s0", "s1"], 1)]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import random
+from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -130,8 +131,8 @@ class WeightUpdates:
         self._staggered = staggered
         self._in_flight = in_flight
         self._unreached: dict[str, set[str]] = {}
-        self._moves: dict[tuple[str, int], int] = {}
-        """How many moves went through the controller, by update and wave."""
+        self._moves: dict[tuple[str, int], Counter[str]] = {}
+        """How many moves went through the controller to each replica, by update and wave."""
 
     async def install_standalone(
         self, update_weights: UpdateWeights, *, version: int, allow_older: bool, patience: float | None
@@ -247,25 +248,28 @@ class WeightUpdates:
         return []
 
     async def move_bytes(self, target: WeightTarget, data: Bytes | Sequence[Bytes], *, info_json: str = "") -> None:
-        """Send weights through the controller to a target, in chunks with a checksum; may be called several times.
+        """Send weights through the controller to a target, or to some of its replicas, in chunks with a checksum.
 
-        Replicas that could not be reached are remembered and not acknowledged at the commit. A move that raised is not
-        counted: the next one takes its place.
+        It may be called several times, one after the other. Replicas that could not be reached are remembered and not
+        acknowledged at the commit. A move that raised is not counted: the next one takes its place.
         """
-        wave = (target.update_id, target.wave_index)
-        move_index = self._moves.get(wave, 0)
-        operation = await self._engine.send_weights(
-            self._run_id,
-            target.update_id,
-            data,
-            epoch=self._epoch,
-            replica_ids=target.replica_ids,
-            wave_index=target.wave_index,
-            move_index=move_index,
-            info_json=info_json,
-        )
-        self._moves[wave] = move_index + 1
-        self._unreached.setdefault(target.update_id, set()).update(_failed(operation))
+        made = self._moves.setdefault((target.update_id, target.wave_index), Counter())
+        numbered: dict[int, list[str]] = {}
+        for replica_id in target.replica_ids:
+            numbered.setdefault(made[replica_id], []).append(replica_id)
+        for move_index, replica_ids in numbered.items():
+            operation = await self._engine.send_weights(
+                self._run_id,
+                target.update_id,
+                data,
+                epoch=self._epoch,
+                replica_ids=replica_ids,
+                wave_index=target.wave_index,
+                move_index=move_index,
+                info_json=info_json,
+            )
+            self._unreached.setdefault(target.update_id, set()).update(_failed(operation))
+        made.update(target.replica_ids)
 
     async def _commit(
         self, target: WeightTarget, moved: Moved, *, needed: bool
