@@ -17,7 +17,7 @@ from turnout.buffer.v1 import buffer_pb2
 from turnout.client import seconds
 from turnout.engine.v1 import engine_pb2
 from turnout.scheduler.v1 import scheduler_pb2
-from turnout.trainer import AsyncTrainerHooks, TrainerHooks, TrainerSetup, WeightTarget
+from turnout.trainer import AsyncTrainerHooks, NotReached, TrainerHooks, TrainerSetup, WeightTarget
 from turnout.trainer._restoring import lacking, serving
 
 __all__ = ["world"]
@@ -287,3 +287,37 @@ def test_lacking_replicas_are_healthy_standalone_ones_with_other_weights() -> No
     assert lacking(everyone, 4) == ["s1", "s2"]
     assert serving(everyone)
     assert not serving([replica("s1"), replica("h0")])
+
+
+@KINDS
+def test_a_controller_that_cannot_tell_of_its_replicas_ends_no_wait(world: World, kind: str) -> None:
+    """It was away, or back without its memory, while finished groups kept coming: the wait ended with its error."""
+    _, supply = Fleet(world, replica("s0", 4), replica("s1", 4)), Supply(world)
+    world.engine.script["ListReplicas"] = failing(grpc.StatusCode.NOT_FOUND, "RUN_NOT_FOUND")
+    thread, found = in_background(world.setup(), kind=kind)
+    world.buffer.wait_for("Sample", 2)
+    supply.ready.set()
+    thread.join(20)
+    assert len(found) == 1
+
+
+def test_after_an_update_that_failed_nothing_is_moved_under_the_version_before(world: World) -> None:
+    """The trainer had the weights of step 5 by then, and replicas served them as those of step 4."""
+    _, _ = Fleet(world, replica("s0", 4), replica("s1")), Supply(world)
+    targets: list[int] = []
+
+    def update_weights(target: WeightTarget) -> None:
+        targets.append(target.weight_version)
+        if target.weight_version == 5:
+            raise RuntimeError("out of memory")
+
+    world.engine.script["CommitWeightUpdate"] = lambda request, context: engine_pb2.CommitWeightUpdateResponse(
+        complete=True
+    )
+    with TrainerHooks.open(world.setup(update_weights=update_weights)) as hooks:
+        hooks.on_step_end(4)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            hooks.on_step_end(5)
+        with pytest.raises(NotReached):
+            hooks.sample(6, 0, 2, max_wait=1.5)
+    assert targets == [4, 5]

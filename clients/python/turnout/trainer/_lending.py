@@ -40,7 +40,7 @@ class Lending:
         self.untold: Installed | None = None
         """The last standalone update, until the scheduler was told."""
         self.served: int | None = None
-        """Version that standalone replicas are to have."""
+        """Version that standalone replicas are to have; None before the first, and after an update that failed."""
 
     async def update_standalone(
         self, update: UpdateWeights, version: int, *, allow_older: bool, lending: bool = False
@@ -53,6 +53,8 @@ class Lending:
         if self._setup.config.standalone_gpus == 0:
             return {}
         patience = None if lending else self._setup.options.timeouts.outage
+        # Who goes on after a failure must not bring the weights it has under the version before.
+        self.served = None
         installed = await self._weights.install_standalone(
             update, version=version, allow_older=allow_older, patience=patience
         )

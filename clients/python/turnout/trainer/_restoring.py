@@ -1,7 +1,8 @@
 """Bringing weights to standalone replicas that came back without them, while the trainer waits for groups.
 
 Invariants: only a trainer that waits is asked, never one that computes; the version is the one brought to standalone
-replicas last, so that what serves agrees; a replica that does not take it is tried again later and ends no wait.
+replicas last, so that what serves agrees; a replica that does not take it is tried again later, as is a controller that
+does not answer, and ends no wait.
 """
 
 from __future__ import annotations
@@ -36,7 +37,10 @@ _TRIES: Final = RetryPolicy(initial=1.0, maximum=30.0)
 """Pauses after replicas that did not take the weights."""
 
 _AGAIN_S: Final = 5.0
-"""Until replicas are followed again after the controller was away for long."""
+"""Until replicas are asked for or followed again after the controller was away for long."""
+
+_ASK_S: Final = 5.0
+"""For the controller to tell of its replicas: meanwhile nobody sees that groups have come."""
 
 _STANDALONE: Final = engine_pb2.REPLICA_ROLE_STANDALONE
 
@@ -154,7 +158,12 @@ class Restoring:
     async def attend(self, wait: RestoringWait) -> float | None:
         """Bring weights to who lacks them; the seconds until the next try, None if none is due."""
         request = engine_pb2.ListReplicasRequest(run_id=self._run_id)
-        names = wait.wants((await self._engine.calls.ListReplicas(request)).replicas)
+        try:
+            names = wait.wants((await self._engine.calls.ListReplicas(request, timeout=_ASK_S)).replicas)
+        except TurnoutError as error:
+            # The wait is for the buffer, which may have what it takes.
+            _log.warning("replicas are not looked after while the trainer waits: %s", error)
+            return _AGAIN_S
         left = self._not_before - self._engine.link.now()
         if not names or left > 0:
             return left if names else None
