@@ -47,6 +47,7 @@ class Job:
     validated: int = 0
     lend: pb.Lend | None = None
     installed: bool = False
+    abandons: bool = False
     update_id: str = ""
     updates: int = 0
     lends: dict[str, int] = field(default_factory=dict)

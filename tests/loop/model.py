@@ -89,14 +89,15 @@ class Model:
     def trains(self, job: Job) -> bool:
         return all(self.house.room.trained.get(gpu) == job.run_id for gpu in job.gpus)
 
-    async def two_owners(self, *, strays: bool = True) -> list[str]:
+    async def two_owners(self, strays_of: Job | None = None) -> list[str]:
         """Engines with memory on a GPU on which a trainer was told to train, and GPUs with two engines.
 
-        `strays`: also engines that a supervisor started meanwhile.
+        Those that a supervisor started meanwhile count if they are of the run `strays_of`.
         """
         room, found, users = self.house.room, [], set()
         for cell in room.cells.values():
-            if (strays or not cell.stray) and await cell.awake():
+            counts = not cell.stray or (strays_of is not None and cell in room.of(strays_of.run_id))
+            if counts and await cell.awake():
                 for gpu in cell.spec.gpus:
                     if (gpu.node, gpu.uuid) in room.trained or gpu in users:
                         found.append(f"{cell.spec.replica_id} is awake on {gpu.uuid}, which has an owner")
@@ -176,7 +177,7 @@ class Model:
             await self.asked(stub.Register(epb.RegisterRequest(run_id=job.run_id, spec=spec)))
 
     def _lent(self, job: Job, answer: Any) -> None:
-        job.installed = False
+        job.installed = job.abandons = False
         job.lend = answer.lend if answer.HasField("lend") else None
         if job.lend is not None:
             assert job.lend.lend_id not in job.lends, "a lend was given out twice"
@@ -224,7 +225,7 @@ class Model:
 
     async def _next(self, job: Job, *, abandons: bool = False, validates: bool = False, saves: bool = False) -> None:
         """The next call of the trainer, by what it was answered last."""
-        step, who = job.step, job.who
+        step, who, cut = job.step, job.who, job.pending
         if job.lend is not None:
             await self._close_lend(job, abandons)
         elif job.stage == "validating":
@@ -245,12 +246,12 @@ class Model:
         elif job.stage == "between":
             began = await self._call(job, "BeginStep", pb.BeginStepRequest(step=step + 1, **who))
             job.step, job.stage, job.mini_batch, job.attempt = step + 1, "begun", 0, 0
-            await self._told(job, began.mode)
+            await self._told(job, began.mode, cut)
         elif job.stage == "begun":
             request = pb.PrepareStepRequest(step=step, attempt=job.attempt, max_wait=wall(0), **who)
             done = await self._call(job, "PrepareStep", request)
             if done.mode == events_pb2.MODE_TRAINER:
-                await self._told(job, done.mode)
+                await self._told(job, done.mode, cut)
                 job.stage, job.attempt = "prepared", 0
             else:
                 assert done.outcome in (bpb.WAIT_OUTCOME_TIMED_OUT, bpb.WAIT_OUTCOME_HELD)
@@ -287,17 +288,18 @@ class Model:
         told = [event async for event in call]
         return told[-1].done
 
-    async def _told(self, job: Job, mode: int) -> None:
-        """The trainer was told who has its GPUs."""
+    async def _told(self, job: Job, mode: int, cut: bool) -> None:
+        """The trainer was told who has its GPUs; if its call was cut before, perhaps as it was then."""
         if mode == events_pb2.MODE_TRAINER:
             self._may_train(job)
-            found = await self.two_owners()
+            found = await self.two_owners(None if cut else job)
             assert not found, f"{job.run_id} was told to train: {found}"
 
     async def _close_lend(self, job: Job, abandons: bool) -> None:
         assert job.lend is not None
         lend_id, who = job.lend.lend_id, job.who
-        abandons = abandons and job.lend.kind != events_pb2.LEND_KIND_INIT
+        # What was cut half-way is said again: the controller may have closed the lend already.
+        abandons = (abandons or job.abandons) and job.lend.kind != events_pb2.LEND_KIND_INIT
         if not abandons and not job.installed:
             try:
                 await install(self.engines[job.run_id], job, job.lend)
@@ -308,6 +310,7 @@ class Model:
         cut = job.pending
         try:
             if abandons:
+                job.abandons = True
                 request = pb.AbandonLendRequest(lend_id=lend_id, reason="broken", **who)
                 await self._call(job, "AbandonLend", request)
             else:
@@ -331,7 +334,7 @@ class Model:
         for cell in self.house.room.cells.values():
             await cell.quiet()
         await self._strays_freed()
-        found = [*self.house.room.faults, *await self.two_owners(strays=False)]
+        found = [*self.house.room.faults, *await self.two_owners()]
         assert not found, found
         if self.house.scheduler.running:
             await self._check_runs()
