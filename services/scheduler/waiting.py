@@ -10,6 +10,7 @@ its last caller; what the decision sets in motion does not.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Final, TypeAlias
@@ -92,6 +93,7 @@ class Wait:
         self._depth: Depth | None = None
         self._decision: Decision | None = None
         self._recheck_at: float | None = None
+        self._began = math.inf
 
     # ------------------------------------------------------------------------------------------------- callers
 
@@ -135,9 +137,9 @@ class Wait:
 
     async def run(self) -> WaitEnd:
         """Wait. Raises what `stop` was given, or UNAVAILABLE if the buffer cannot be reached for long."""
-        began = self._hosted.tools.clock.now()
+        self._began = self._hosted.tools.clock.now()
         outcome, done, reason = await self._until_end()
-        waited_s = self._hosted.tools.clock.now() - began
+        waited_s = self._hosted.tools.clock.now() - self._began
         return WaitEnd(outcome, done, self._decision, reason, waited_s)
 
     async def _until_end(self) -> tuple[Outcome, buffer_pb2.WaitDone, str]:
@@ -160,6 +162,7 @@ class Wait:
         """One wait at the buffer; None if it is to be taken up again for a new caller."""
         tools, run = self._hosted.tools, self._hosted.run
         self._rearm = False
+        dark = False
         remaining_s = max(0.0, self._deadline - tools.clock.now()) * tools.clock.scale
         stream = self._hosted.buffer.wait(run.epoch, self._step, self._target, self._cursor, remaining_s)
         async with aclosing(stream):
@@ -172,7 +175,8 @@ class Wait:
                     if self._rearm:
                         return None
                     if not upcoming.done():
-                        if self._dark or await self._asked_back():
+                        dark = self._dark
+                        if dark or await self._asked_back():
                             break
                         continue
                     event = upcoming.result()
@@ -187,13 +191,17 @@ class Wait:
                 upcoming.cancel()
                 await asyncio.gather(upcoming, return_exceptions=True)
         done = await self._hosted.buffer.cursor_now(run.epoch, self._step, self._cursor)
-        return (EXHAUSTED, done, DARK) if self._dark else self._decided(done)
+        # Not what it is now: replicas may have come back since.
+        return (EXHAUSTED, done, DARK) if dark else self._decided(done)
 
     @property
     def _dark_at(self) -> float | None:
-        """When it will have been dark for too long, domain seconds."""
+        """When it will have been dark for too long within this wait, domain seconds."""
         tools, since = self._hosted.tools, self._hosted.dark_since
-        return None if since is None else since + tools.settings.dark_after_s / tools.clock.scale
+        if since is None:
+            return None
+        # Before it nothing was lent; that the hybrids serve now may not have been told yet.
+        return max(since, self._began) + tools.settings.dark_after_s / tools.clock.scale
 
     @property
     def _dark(self) -> bool:

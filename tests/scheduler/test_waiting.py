@@ -8,6 +8,7 @@ import pytest
 from services.runtime.clock import ManualClock
 from services.runtime.errors import Code, failed_precondition, unavailable
 from services.scheduler import policies
+from services.scheduler.buffer_peer import BufferPeer
 from services.scheduler.policies.base import Policy
 from services.scheduler.policies.types import Action, Decision, DepthObserved, Event, Point, PolicyConfig
 from services.scheduler.waiting import Wait
@@ -462,3 +463,56 @@ async def test_replicas_that_are_back_in_time_keep_the_gpus_lent() -> None:
         await w.buffer.set_depth(8)
         done = (await rest_of(stream))[-1].done
         assert done.outcome == buffer_pb2.WAIT_OUTCOME_REACHED
+
+
+async def test_replicas_that_are_back_as_the_gpus_are_asked_back_change_no_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They came back while the wait read its last cursor: it then answered what the policy had not decided, as if the
+    threshold were reached, or failed where the policy had not been asked at all."""
+    cursor_now = BufferPeer.cursor_now
+    clock = ManualClock()
+    async with world(clock=clock, dark_after_s=10.0) as w:
+        trainer = await waiting_trainer(w)
+
+        async def back_meanwhile(self: BufferPeer, epoch: int | None, step: int, cursor: int) -> buffer_pb2.WaitDone:
+            if step:
+                await all_are(w, trainer, alive=True)
+            return await cursor_now(self, epoch, step, cursor)
+
+        monkeypatch.setattr(BufferPeer, "cursor_now", back_meanwhile)
+        stream = trainer.prepare_stream(1)
+        await stream.read()
+        await all_are(w, trainer, alive=False)
+        await clock.advance(11.0)
+        done = (await rest_of(stream))[-1].done
+        assert done.outcome == buffer_pb2.WAIT_OUTCOME_EXHAUSTED
+        assert "no replica serves" in done.reason
+
+
+async def test_the_time_in_which_nothing_was_lent_does_not_count_as_darkness(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Standalone replicas were away for long before the hybrids were lent. That these serve was not told yet as the
+    wait began, and they were taken back at once."""
+    clock = ManualClock()
+    async with world(clock=clock, dark_after_s=10.0) as w:
+        opened = await w.open()
+        trainer = Trainer(w.stub, opened.epoch, opened.run.run_id)
+        await all_are(w, trainer, alive=False)
+        await clock.advance(60.0)
+        told = w.engine.wake
+
+        async def late() -> None:
+            """The news are still under way."""
+
+        monkeypatch.setattr(w.engine, "wake", late)
+        await trainer.complete(opened.lend)
+        await trainer.begin(1)
+        stream = trainer.prepare_stream(1)
+        await stream.read()
+        await clock.advance(1.0)
+        monkeypatch.setattr(w.engine, "wake", told)
+        await w.engine.wake()
+        await all_are(w, trainer, alive=True)
+        await clock.advance(60.0)
+        await w.buffer.set_depth(8)
+        assert (await rest_of(stream))[-1].done.outcome == buffer_pb2.WAIT_OUTCOME_REACHED
