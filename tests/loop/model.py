@@ -231,7 +231,7 @@ class Model:
         elif job.stage == "validating":
             await self._call(job, "EndValidation", pb.EndValidationRequest(step=step, **who))
             job.stage = "between"
-        elif job.stage == "between" and saves and len(job.saves) < 3:
+        elif job.stage == "between" and saves and not cut and len(job.saves) < 3:
             saved = await self._call(job, "Save", pb.SaveRequest(step=step, **who))
             # A repeat gets the first answer: the checkpoint is that of the first.
             job.saves.setdefault(saved.checkpoint_id, (step, list(job.added), list(job.committed)))
