@@ -266,7 +266,7 @@ TABLE: Final[dict[str, dict[str, How]]] = {
         ".venv/bin/python examples/any_worker.py": Run(scene="bare", until="^", needs="torch"),
         ".venv/bin/pip install torch": FRESH,
         ".venv/bin/python examples/any_trainer.py": Run(
-            scene="bare", prints=r"step 5 mini-batch 3: reward 0\.", needs="torch", timeout_s=240, slow=True
+            scene="bare", prints=r"step 5 mini-batch 3: reward 0\.", needs="torch", timeout_s=900, slow=True
         ),
         ".venv/bin/turnout status": Run(scene="bare", prints=r"my-run +closed", needs="torch", slow=True),
         ".venv/bin/turnout explain my-run": Run(scene="bare", prints="step 5", needs="torch", slow=True),
