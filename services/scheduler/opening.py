@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
+from services.runtime.draining import draining_error
 from services.runtime.errors import Code, TurnoutError, aborted, failed_precondition, stale_epoch
 from services.runtime.idempotency import fingerprint
 from services.scheduler import lending
@@ -217,6 +218,9 @@ class Opener:
             patience_s = self._tools.settings.reclaim_patience_s
             await lending.persist(hosted, lambda: hosted.engine.reclaim(epoch), patience_s)
         except TurnoutError as error:
+            if self._tools.draining.is_set:
+                # The next process goes on with it, once the trainer repeats the call.
+                raise draining_error() from error
             raise aborted(
                 "RECLAIM_FAILED",
                 f"GPUs that a former trainer lent could not be taken back: {error.message}",

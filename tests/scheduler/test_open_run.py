@@ -599,3 +599,16 @@ async def test_a_predecessor_is_refused_as_soon_as_it_is_fenced_off() -> None:
         assert (await error_of(old.begin(1))).reason == "STALE_EPOCH"
         gate.set()
         assert (await opening).epoch == 2
+
+
+async def test_an_opening_that_waits_for_engines_ends_as_the_scheduler_stops() -> None:
+    """A rolling restart told the trainer that its GPUs cannot be had, which ended it; asking again was all it took."""
+    async with world(reclaim_patience_s=300.0) as w:
+        await w.trainer()
+        w.engine.script.failures["Reclaim"] = [unavailable("DRAINING", "stopping")] * 1000
+        opening = asyncio.ensure_future(error_of(w.open(take_over=True)))
+        await w.engine.script.arrived["Reclaim"].wait()
+        stopping = asyncio.ensure_future(w.host.stop())
+        error = await opening
+        assert (error.code, error.reason) == (Code.UNAVAILABLE, "DRAINING")
+        assert await stopping
