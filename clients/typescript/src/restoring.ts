@@ -25,6 +25,7 @@ const LONGEST_WATCH_MS = 3_600_000;
 const PASSING = [
   status.UNAVAILABLE,
   status.ABORTED,
+  status.DATA_LOSS,
   status.DEADLINE_EXCEEDED,
   status.FAILED_PRECONDITION,
   status.NOT_FOUND,
@@ -51,20 +52,25 @@ export async function whileRestoring<T>(
 }
 
 async function restore(engine: Link, target: Target, weightsOf: WeightsOf, signal: AbortSignal): Promise<void> {
-  for (let pause = PATIENCE_MS; ; pause = AGAIN_MS) {
+  for (let pause = PATIENCE_MS; !signal.aborted; pause = AGAIN_MS) {
     await sleep(pause, undefined, { signal }).catch(() => undefined);
     try {
-      while (!signal.aborted) {
+      for (;;) {
         const replicaIds = await lacking(engine, target, signal);
-        if (replicaIds.length > 0 && !signal.aborted) await install(engine, { ...target, replicaIds }, weightsOf);
+        // None: the watch was ended, by the wait or by the controller.
+        if (replicaIds.length === 0 || signal.aborted) break;
+        await install(engine, { ...target, replicaIds }, weightsOf);
       }
-      return;
     } catch (error) {
-      if (signal.aborted) return;
-      const passes = error instanceof TurnoutError && PASSING.includes(error.code) && error.reason !== "STALE_EPOCH";
-      if (!passes) throw error;
+      if (!signal.aborted && !passes(error)) throw error;
     }
   }
+}
+
+/** Whether an error is that of engines or of a controller that is away, and none of the trainer's own. */
+function passes(error: unknown): boolean {
+  if (!(error instanceof TurnoutError) || error.reason === "STALE_EPOCH") return false;
+  return error.reason === "PARTIAL" || PASSING.includes(error.code);
 }
 
 /** Waits until some replicas could serve the version and do not have it; their ids. */

@@ -1,9 +1,14 @@
-/** Weight updates through the controller: open, send, acknowledge. Invariant: an update that was opened is closed. */
+/**
+ * Weight updates through the controller: open, send, acknowledge.
+ *
+ * Invariants: an update that was opened is closed; a replica that did not get all bytes is not acknowledged.
+ */
 import {
   AbortWeightUpdateRequest,
   BeginWeightUpdateRequest,
   CommitWeightUpdateRequest,
   EngineControllerService,
+  OutcomeKind,
   ReplicaRole,
   ReportVacatedRequest,
   UpdateKind,
@@ -46,7 +51,8 @@ export async function install(engine: Link, target: Target, weightsOf: WeightsOf
   );
   try {
     const weights = await weightsOf(version);
-    await engine.upload(EngineControllerService.updateWeights, frames(target, updateId, weights), UPLOAD_MS);
+    const sent = await engine.upload(EngineControllerService.updateWeights, frames(target, updateId, weights), UPLOAD_MS);
+    const missed = (sent.operation?.outcomes ?? []).filter(({ kind }) => kind === OutcomeKind.OUTCOME_KIND_FAILED);
     if (hybrid) {
       // The trainer has let its own memory go before it calls: that is what a lend is.
       const vacated = wave.flatMap(({ ranks }) => ranks.map(({ gpu }) => ({ gpu, bytesFree: 0n })));
@@ -55,7 +61,7 @@ export async function install(engine: Link, target: Target, weightsOf: WeightsOf
         ReportVacatedRequest.fromPartial({ runId, epoch, updateId, vacated }),
       );
     }
-    const acks = wave.map(({ replicaId }) => ({ replicaId, ok: true }));
+    const acks = wave.map(({ replicaId }) => ({ replicaId, ok: !missed.some((one) => one.replicaId === replicaId) }));
     await engine.call(
       EngineControllerService.commitWeightUpdate,
       CommitWeightUpdateRequest.fromPartial({ runId, epoch, updateId, acks }),

@@ -3,12 +3,15 @@ import assert from "node:assert/strict";
 import { once } from "node:events";
 import test from "node:test";
 import { promisify } from "node:util";
-import { Server, ServerCredentials, type UntypedServiceImplementation } from "@grpc/grpc-js";
+import { Server, ServerCredentials, status, type UntypedServiceImplementation } from "@grpc/grpc-js";
 import {
+  AbortWeightUpdateResponse,
   BeginWeightUpdateResponse,
   type BeginWeightUpdateRequest,
+  type CommitWeightUpdateRequest,
   CommitWeightUpdateResponse,
   EngineControllerService,
+  OutcomeKind,
   Replica,
   ReplicaHealth,
   ReplicaRole,
@@ -25,8 +28,15 @@ function replica(replicaId: string, weightVersion?: bigint, health = ReplicaHeal
   return Replica.fromPartial({ spec: { replicaId, role }, health, ...(weightVersion === undefined ? {} : { weightVersion }) });
 }
 
-/** A controller with these replicas; `updated` resolves with the replicas that got weights. */
-async function controller(replicas: Replica[], work: (engine: Link, updated: Promise<string[]>) => Promise<void>) {
+/**
+ * A controller with these replicas; `updated` resolves with the replicas that got weights. The first move reaches none of
+ * `missed`, and the first commit fails if there are any.
+ */
+async function controller(
+  replicas: Replica[],
+  work: (engine: Link, updated: Promise<string[]>) => Promise<void>,
+  missed: string[] = [],
+) {
   let told: (replicaIds: string[]) => void = () => undefined;
   const updated = new Promise<string[]>((resolve) => (told = resolve));
   let begun: string[] = [];
@@ -40,9 +50,19 @@ async function controller(replicas: Replica[], work: (engine: Link, updated: Pro
     },
     updateWeights: (call: any, answer: any) => {
       call.on("data", () => undefined);
-      call.on("end", () => answer(null, UpdateWeightsResponse.fromPartial({})));
+      const kind = OutcomeKind.OUTCOME_KIND_FAILED;
+      const outcomes = missed.map((replicaId) => ({ replicaId, kind }));
+      call.on("end", () => answer(null, UpdateWeightsResponse.fromPartial({ operation: { outcomes } })));
     },
-    commitWeightUpdate: (_: unknown, answer: any) => {
+    abortWeightUpdate: (_: unknown, answer: any) => answer(null, AbortWeightUpdateResponse.fromPartial({})),
+    commitWeightUpdate: ({ request }: { request: CommitWeightUpdateRequest }, answer: any) => {
+      const refused = request.acks.filter(({ ok }) => !ok).map(({ replicaId }) => replicaId);
+      assert.deepEqual(refused, missed);
+      if (missed.length > 0) {
+        missed = [];
+        answer({ code: status.DATA_LOSS, details: "not all took them" });
+        return;
+      }
       replicas = replicas.map((one) => (begun.includes(one.spec?.replicaId ?? "") ? { ...one, weightVersion: 4n } : one));
       answer(null, CommitWeightUpdateResponse.fromPartial({ complete: true }));
       told(begun);
@@ -85,4 +105,17 @@ test("a wait that is over at once moves nothing", async () => {
     assert.equal(await whileRestoring(engine, target, () => Buffer.alloc(1), ticks as Promise<string>), "groups");
     assert.equal(moved, false);
   });
+});
+
+test("a replica that did not get all bytes is not acknowledged, and tried again", async () => {
+  const replicas = [replica("s0"), replica("s1")];
+  await controller(
+    replicas,
+    async (engine, updated) => {
+      const wait = updated.then(() => "groups");
+      assert.equal(await whileRestoring(engine, target, () => Buffer.from("weights"), wait), "groups");
+      assert.deepEqual(await updated, ["s0", "s1"]);
+    },
+    ["s1"],
+  );
 });

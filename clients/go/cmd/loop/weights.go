@@ -46,13 +46,18 @@ func (t *trainer) install(ctx context.Context, to target) (time.Duration, error)
 }
 
 func (t *trainer) move(ctx context.Context, opened *enginev1.BeginWeightUpdateResponse, version int64, hybrid bool) error {
-	if err := t.send(ctx, opened.UpdateId, bytes.Repeat([]byte{byte(version % 251)}, weightBytes)); err != nil {
+	sent, err := t.send(ctx, opened.UpdateId, bytes.Repeat([]byte{byte(version % 251)}, weightBytes))
+	if err != nil {
 		return err
+	}
+	missed := map[string]bool{}
+	for _, outcome := range sent.Operation.GetOutcomes() {
+		missed[outcome.ReplicaId] = outcome.Kind == enginev1.OutcomeKind_OUTCOME_KIND_FAILED
 	}
 	var acks []*enginev1.UpdateAck
 	var vacated []*enginev1.Vacated
 	for _, replica := range opened.Wave {
-		acks = append(acks, &enginev1.UpdateAck{ReplicaId: replica.ReplicaId, Ok: true})
+		acks = append(acks, &enginev1.UpdateAck{ReplicaId: replica.ReplicaId, Ok: !missed[replica.ReplicaId]})
 		for _, rank := range replica.Ranks {
 			vacated = append(vacated, &enginev1.Vacated{Gpu: rank.Gpu, BytesFree: 80 << 30})
 		}
@@ -64,19 +69,19 @@ func (t *trainer) move(ctx context.Context, opened *enginev1.BeginWeightUpdateRe
 			return err
 		}
 	}
-	_, err := turnout.Call(ctx, t.engine.CommitWeightUpdate, &enginev1.CommitWeightUpdateRequest{
+	_, err = turnout.Call(ctx, t.engine.CommitWeightUpdate, &enginev1.CommitWeightUpdateRequest{
 		RunId: t.job.run, Epoch: &t.epoch, UpdateId: opened.UpdateId, Acks: acks,
 	})
 	return err
 }
 
 // send moves bytes through the controller in chunks with a checksum.
-func (t *trainer) send(ctx context.Context, update string, weights []byte) error {
+func (t *trainer) send(ctx context.Context, update string, weights []byte) (*enginev1.UpdateWeightsResponse, error) {
 	ctx, cancel := context.WithTimeout(ctx, time.Minute)
 	defer cancel()
 	stream, err := t.engine.UpdateWeights(ctx)
 	if err != nil {
-		return turnout.FromError(err)
+		return nil, turnout.FromError(err)
 	}
 	half := len(weights) / 2
 	frames := []*enginev1.UpdateWeightsRequest{
@@ -92,6 +97,6 @@ func (t *trainer) send(ctx context.Context, update string, weights []byte) error
 			break // CloseAndRecv says why
 		}
 	}
-	_, err = stream.CloseAndRecv()
-	return turnout.FromError(err)
+	sent, err := stream.CloseAndRecv()
+	return sent, turnout.FromError(err)
 }
