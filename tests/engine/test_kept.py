@@ -316,6 +316,7 @@ async def test_h60_loops_of_the_controller_outlive_an_error(tmp_path: Path, monk
             raise ValueError("injected")
 
     monkeypatch.setattr(Keeper, "snapshot", fails_once)
+    monkeypatch.setattr(Keeper, "_log_is_long", lambda _: True)
     async with engines.controlled(tmp_path, probe_interval=0.05) as engine:
         await with_replicas(engine)
         probed = asyncio.Event()
@@ -341,6 +342,27 @@ async def test_h60_loops_of_the_controller_outlive_an_error(tmp_path: Path, monk
         status = {loop.name: loop for loop in engine.controller.context.tasks.status()}
         assert status["engine compaction"].restarts == 1
         assert status["engine journal"].running
+
+
+async def test_no_snapshot_is_taken_of_a_log_that_is_short_by_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All through a snapshot the log is as long as before it, so each was followed at once by a second one."""
+    taken: list[Keeper] = []
+
+    async def snapshot(self: Keeper) -> None:
+        taken.append(self)
+
+    monkeypatch.setattr(Keeper, "snapshot", snapshot)
+    async with Engines().controlled(tmp_path) as engine:
+        await with_replicas(engine)
+        journal, due = keeper_of(engine).journal, engine.controller.book.compaction_due
+        assert journal is not None
+        assert not journal.compaction_due
+        due.set()
+        # A snapshot begins in the turn in which that is taken up.
+        await until(lambda: not due.is_set())
+        assert not taken
 
 
 async def test_an_agent_keeps_nothing(tmp_path: Path) -> None:

@@ -139,7 +139,6 @@ class Keeper:
         await compact_when_due(self._desk.compaction_due, self.snapshot, self._log, tick, still=self._log_is_long)
 
     def _log_is_long(self) -> bool:
-        # It was asked for all through the last snapshot, since the log is as long until that is there.
         return self._journal is None or self._journal.compaction_due
 
     async def snapshot(self) -> None:

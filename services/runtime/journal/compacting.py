@@ -22,12 +22,13 @@ async def compact_when_due(
     log: FilteringBoundLogger,
     tick: Tick,
     *,
-    still: Callable[[], bool] = lambda: True,
+    still: Callable[[], bool],
 ) -> None:
     """Take a snapshot whenever `due` was set, and `still` says so; never returns."""
     while True:
         await due.wait()
         due.clear()
+        # It was asked for all through the last snapshot, since the log is as long until that is there.
         if not still():
             continue
         begun = time.perf_counter()

@@ -172,7 +172,10 @@ class Keeper:
 
     async def compact(self, tick: Tick) -> None:
         """Take a snapshot whenever the log has grown long; never returns."""
-        await compact_when_due(self.compaction_due, self.snapshot, self._log, tick)
+        await compact_when_due(self.compaction_due, self.snapshot, self._log, tick, still=self._log_is_long)
+
+    def _log_is_long(self) -> bool:
+        return self._journal is None or self._journal.compaction_due
 
     async def snapshot(self) -> None:
         """Put a snapshot in place of the journal's records up to now."""

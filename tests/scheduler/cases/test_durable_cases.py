@@ -128,6 +128,7 @@ async def test_h60_a_snapshot_that_fails_is_logged_and_taken_again(
         await snapshot(self)
 
     monkeypatch.setattr(Keeper, "snapshot", fails_once)
+    monkeypatch.setattr(Keeper, "_log_is_long", lambda _: True)
     async with world(data_dir=tmp_path) as w:
         await w.trainer()
         service = w.host.service
@@ -143,3 +144,28 @@ async def test_h60_a_snapshot_that_fails_is_logged_and_taken_again(
             service.keeper.compaction_due.set()
             while service.keeper.journal is None or not service.keeper.journal.snapshot_position:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
+
+
+async def test_no_snapshot_is_taken_of_a_log_that_is_short_by_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All through a snapshot the log is as long as before it, so each was followed at once by a second one."""
+    taken: list[Keeper] = []
+
+    async def snapshot(self: Keeper) -> None:
+        taken.append(self)
+
+    monkeypatch.setattr(Keeper, "snapshot", snapshot)
+    async with world(data_dir=tmp_path) as w:
+        await w.trainer()
+        service = w.host.service
+        assert isinstance(service, SchedulerService)
+        assert service.keeper is not None
+        assert service.keeper.journal is not None
+        assert not service.keeper.journal.compaction_due
+        service.keeper.compaction_due.set()
+        async with asyncio.timeout(20):
+            # A snapshot begins in the turn in which that is taken up.
+            while service.keeper.compaction_due.is_set():  # noqa: ASYNC110 - nothing announces it
+                await asyncio.sleep(0.01)
+        assert not taken
