@@ -102,17 +102,17 @@ class Supply:
         yield buffer_pb2.SampleResponse(done=done)
 
 
-def sample(setup: TrainerSetup, *, kind: str, mini_batch: int = 0) -> dict[str, float]:
+def sample(setup: TrainerSetup, *, kind: str, mini_batch: int = 0, max_wait: float | None = None) -> dict[str, float]:
     """Bring version 4 to the replicas, then wait for a mini-batch of step 5; its metrics."""
     if kind == "blocking":
         with TrainerHooks.open(setup) as hooks:
             hooks.on_step_end(4)
-            return hooks.sample(5, mini_batch, 2).metrics
+            return hooks.sample(5, mini_batch, 2, max_wait=max_wait).metrics
 
     async def asynchronous() -> dict[str, float]:
         async with await AsyncTrainerHooks.open(setup) as hooks:
             await hooks.on_step_end(4)
-            return (await hooks.sample(5, mini_batch, 2)).metrics
+            return (await hooks.sample(5, mini_batch, 2, max_wait=max_wait)).metrics
 
     return asyncio.run(asynchronous())
 
@@ -321,3 +321,16 @@ def test_after_an_update_that_failed_nothing_is_moved_under_the_version_before(w
         with pytest.raises(NotReached):
             hooks.sample(6, 0, 2, max_wait=1.5)
     assert targets == [4, 5]
+
+
+@KINDS
+def test_a_replica_that_lacks_again_what_it_took_is_given_it_ever_more_rarely(world: World, kind: str) -> None:
+    """One that told of another version than it was given had weights moved to it without end, and generated nothing."""
+    Fleet(world, replica("s0", 4), replica("s1", 3))
+    Supply(world)
+    world.engine.script["CommitWeightUpdate"] = lambda request, context: engine_pb2.CommitWeightUpdateResponse(
+        complete=True, operation=operation(s1=engine_pb2.OUTCOME_KIND_DONE)
+    )
+    with pytest.raises(NotReached):
+        sample(world.setup(), kind=kind, max_wait=2.0)
+    assert 1 < len(updates(world)) < 6

@@ -19,6 +19,7 @@ import { install, type Target, type WeightsOf } from "./weights.js";
 
 /** A wait that is over sooner is none that weights should be moved in. */
 const PATIENCE_MS = 500;
+/** Between two times: a replica may die of its weights, or tell of others. */
 const AGAIN_MS = 2_000;
 /** A watch is begun anew after an hour, so that no call is without a deadline. */
 const LONGEST_WATCH_MS = 3_600_000;
@@ -55,12 +56,9 @@ async function restore(engine: Link, target: Target, weightsOf: WeightsOf, signa
   for (let pause = PATIENCE_MS; !signal.aborted; pause = AGAIN_MS) {
     await sleep(pause, undefined, { signal }).catch(() => undefined);
     try {
-      for (;;) {
-        const replicaIds = await lacking(engine, target, signal);
-        // None: the watch was ended, by the wait or by the controller.
-        if (replicaIds.length === 0 || signal.aborted) break;
-        await install(engine, { ...target, replicaIds }, weightsOf);
-      }
+      const replicaIds = await lacking(engine, target, signal);
+      // None: the watch was ended, by the wait or by the controller.
+      if (replicaIds.length > 0 && !signal.aborted) await install(engine, { ...target, replicaIds }, weightsOf);
     } catch (error) {
       if (!signal.aborted && !passes(error)) throw error;
     }

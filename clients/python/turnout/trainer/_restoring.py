@@ -168,7 +168,8 @@ class Restoring:
         if not names or left > 0:
             return left if names else None
         _log.warning("replicas %s came back without weights, and get version %d again", ", ".join(names), wait.version)
-        if await self._install(wait, names):
+        if await self._install(wait, names) and wait.given.isdisjoint(names):
+            wait.given.update(names)
             self._backoff.reset()
             return None
         pause = self._backoff.next()
@@ -208,6 +209,8 @@ class RestoringWait:
         self._watch: ReplicaWatch | None = None
         self.update = update
         self.version = version
+        self.given: set[str] = set()
+        """Replicas that took the version in this wait. One that lacks it again dies of it, or tells of another."""
 
     def wants(self, replicas: Iterable[engine_pb2.Replica]) -> list[str]:
         """The replicas that are to get weights now."""
