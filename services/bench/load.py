@@ -180,8 +180,6 @@ class _Bench:
             self._say(message)
         ours, bare = sorted(asked["ours"]), sorted(asked["bare"])
         consumed = sum(ledger.sampled.total() for ledger in self._ledgers.values())
-        # Every trainer has taken a batch and not brought the next one's prompts yet; and one is late.
-        resident = plan.groups - 2 * plan.batch * plan.runs
         results = [
             Result("load_errors", "", self._errors.count, 0, limit=0),
             Result("load_ledger_faults", "", self._faults, 0, limit=0),
@@ -191,7 +189,7 @@ class _Bench:
             Result(
                 "load_groups", "groups/s", consumed / plan.seconds, plan.offered, 0.95 * plan.offered, at_least=True
             ),
-            Result("load_resident", "groups", asked["least"], plan.groups, resident, at_least=True),
+            Result("load_resident", "groups", asked["least"], plan.groups, plan.least_resident, at_least=True),
             Result("load_step_late_max", "s", max(stepped["late"], default=0.0), 0),
         ]
         for name, seconds in used.items():

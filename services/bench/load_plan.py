@@ -76,6 +76,14 @@ class Plan:
         return MINI_BATCHES * self.mini_batch
 
     @property
+    def least_resident(self) -> int:
+        """Groups of all runs that are there at every moment of an even load, negative if they are too few for it.
+
+        Every trainer has taken a batch and not brought the next one's prompts yet; and one is late.
+        """
+        return self.groups - 2 * self.batch * self.runs
+
+    @property
     def offered(self) -> float:
         """Groups per second that whole batches come to."""
         return self.batch * self.runs / STEP_S

@@ -75,11 +75,16 @@ def load(
     """Run the bench."""
     from services.bench.load import measure
     from services.bench.load_deployment import NoCertificate
-    from services.bench.load_plan import Plan
+    from services.bench.load_plan import STEP_S, Plan
 
     if workers % runs or groups % runs:
         raise click.UsageError("--workers and --groups have to be multiples of --runs")
     plan = Plan(seconds, runs, workers, groups, group_size, rate, payload_bytes, queries)
+    if plan.least_resident <= 0:
+        raise click.UsageError(
+            f"at this --rate the trainers take {plan.batch * plan.runs} groups every {STEP_S:g} s: --groups has to be "
+            "more than twice as many"
+        )
     with tempfile.TemporaryDirectory(prefix="turnout-load-", dir=directory) as place:
         try:
             results = run_async(
@@ -89,5 +94,7 @@ def load(
             raise CommandFailed(str(failed), failed.last_lines) from failed
         except (NoCertificate, TurnoutError) as error:
             raise CommandFailed(str(error)) from error
+        except TimeoutError as error:
+            raise CommandFailed("it did not come to an end in time: offer less, or look at what else runs") from error
     for result in results:
         show(result, as_json=as_json)

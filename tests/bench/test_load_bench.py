@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from services.bench.load import measure
 from services.bench.load_ledger import RunLedger, read_notes
@@ -15,6 +16,7 @@ from services.bench.load_memory import slope
 from services.bench.load_plan import Access, Errand, Plan
 from services.bench.load_probe import ask_open_loop
 from services.bench.load_process import Errors
+from services.cli.bench_load import load
 from turnout.buffer.v1 import buffer_pb2
 
 
@@ -23,6 +25,17 @@ def test_an_errand_comes_out_of_its_argument_as_it_went_in() -> None:
     access = Access("b", "s", "e", {"load-0": "c"}, {"reader": "file"}, "ca.pem")
     errand = Errand(Plan(rate=3.5), access, ("load-0", "load-1"), "ledger")
     assert Errand.from_argument(errand.to_argument()) == errand
+
+
+@pytest.mark.parametrize(
+    ("groups", "rate", "why"),
+    [(40, 40, "the trainers take 160 groups every 4 s"), (320, 40, "more than twice as many"), (41, 1, "multiples")],
+)
+def test_a_load_that_cannot_be_offered_is_refused(groups: int, rate: int, why: str) -> None:
+    """Trainers that wait for more groups than there are wait for ever, and the bench with them."""
+    done = CliRunner().invoke(load, ["--groups", str(groups), "--rate", str(rate), "--workers", "4"])
+    assert done.exit_code == 2
+    assert why in done.output
 
 
 def test_a_growth_is_told_from_noise_by_its_margin() -> None:
