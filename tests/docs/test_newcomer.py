@@ -62,13 +62,16 @@ def test_the_quickstart_works_from_a_fresh_clone(tmp_path: Path, capsys: pytest.
     subprocess.run(["git", "clone", "--quiet", "--no-hardlinks", str(ROOT), str(clone)], check=True, timeout=300)
     say("cloned")
     running = _typed(demo, clone)
-    running.until("starting processes|step 1", WAITED_S)
-    say("installed, the demo begins")
-    # Of its own accord: the lend that starts every run is over in step 2.
-    running.until(r"(?s)switching on.*step [2-9]: [^,]*, GPUs lent", WAITED_S)
-    say("the first lend is seen")
-    running.ends(WAITED_S)
-    say("the demo has ended")
+    try:
+        running.until("starting processes|step 1", WAITED_S)
+        say("installed, the demo begins")
+        # Of its own accord: the lend that starts every run is over in step 2.
+        running.until(r"(?s)switching on.*step [2-9]: [^,]*, GPUs lent", WAITED_S)
+        say("the first lend is seen")
+        running.ends(WAITED_S)
+        say("the demo has ended")
+    finally:
+        running.stop()
 
     with Place(tmp_path / "place") as place:
         place.start(up, clone).until(LISTENS, WAITED_S)
