@@ -78,7 +78,6 @@ class ReferenceEngine:
         self._begins: list[int] = []
         """Where each move of the update began."""
         self._written = 0
-        self._begins.clear()
         self.batch = Batch(clock, config.curve, self._version, self._weights is not Weights.INTACT)
 
     # ---------------------------------------------------------------------------------------------------------- state
