@@ -21,7 +21,10 @@ srun --overlap --ntasks-per-node=1 --nodelist="$ROLLOUT_NODES" --nodes="$(scontr
         --replica "$(hostname)-0:standalone" --vllm-config vllm.yaml' &
 
 for node in $(scontrol show hostnames "$ROLLOUT_NODES"); do
-    until turnout engine register "$run" --engine "$here:50052" --agent "$node:50061"; do sleep 2; done
+    until turnout engine register "$run" --engine "$here:50052" --agent "$node:50061"; do
+        kill -0 "$services"  # else nobody is there to register with, ever
+        sleep 2
+    done
 done
 
 # The trainer, told of $here:50051, :50052 and :50053; not exec, which would forget the services.

@@ -67,6 +67,14 @@ def test_every_agent_is_registered_however_late_it_is_there(place: Path) -> None
     assert registers == [first, second, second]
 
 
+def test_a_job_whose_services_end_at_once_ends_too(place: Path) -> None:
+    """A port in use or a full disk would otherwise hold the nodes until the job's time is over."""
+    (place / "bin" / "turnout").write_text('#!/bin/bash\n[ "$2" = serve ]\n')
+    done = _job(place, "touch", "trained")
+    assert done.returncode == 1
+    assert not (place / "trained").exists()
+
+
 def test_the_arguments_are_those_that_services_take(place: Path) -> None:
     """A flag that was renamed ends the job in the queue's small hours."""
     _job(place, "true")
