@@ -103,6 +103,7 @@ class Slot:
             await self._await_overdue(deadline)
             if self.replica.uncertain or self.replica.health is not Health.HEALTHY:
                 await self.refresh(deadline.left)
+            await self.carry_out(self.replica.plan_settle(), deadline)
             yield self.replica
         finally:
             self._lock.release()

@@ -90,6 +90,7 @@ class Belief:
         self._released_kv = False
         self._may_discard = False
         self._may_wake = False
+        self._may_sleep = False
         self._started_anew = False
         self.observe(state)
 
@@ -116,6 +117,7 @@ class Belief:
             engine_incarnation=self.state.incarnation,
             declared_tags=self.state.declared_tags,
             may_wake=self._may_wake,
+            may_sleep=self._may_sleep,
             started_anew=self._started_anew,
         )
 
@@ -145,6 +147,8 @@ class Belief:
         replica._before_update = kept.before_update
         replica._released_kv = kept.released_kv
         replica._may_wake = kept.may_wake
+        replica._may_sleep = kept.may_sleep
+        replica._may_discard = kept.may_sleep and kept.weights is Weights.DISCARDED
         replica._started_anew = kept.started_anew
         replica.health = Health.UNRESPONSIVE
         replica.uncertain = True
@@ -247,12 +251,12 @@ class Belief:
         self.uncertain = False
         if replaced:
             self._lose_weights()
-            self._may_wake = False
+            self._may_wake = self._may_sleep = False
             self._started_anew = True
             # The new engine knows nothing of an update, nor of the bytes that the former one got.
             self.close_update()
         dropped = WEIGHTS not in state.resident_tags and (state.sleep_level == 2 or self._may_discard)
-        self._may_discard = False
+        self._may_discard &= self._may_sleep
         if state.weights is Weights.DISCARDED or dropped:
             self._discard()
         if self.update_id:
@@ -297,14 +301,18 @@ class Belief:
         """A call is about to be made: what it may bring about counts from now on.
 
         No request may be sent to an engine that is about to pause, and weights may be gone that are about to be
-        dropped. An engine that was told to refill memory may come to that when whoever told it is long dead; it carries
-        commands out in order, so once it has gone to sleep after that it has done it.
+        dropped. An engine that was told to refill or to free memory may come to that when whoever told it is long
+        dead; it carries commands out in order, so once it has gone to sleep after a wake, or has answered anything
+        after a sleep, it has done it.
         """
         match call:
             case Pause(mode=mode):
                 self.state = replace(self.state, paused=True, pause_mode=mode)
-            case Sleep(level=2):
-                self._may_discard = True
+            case Sleep(level=level):
+                self._may_sleep = True
+                self._may_discard = self._may_discard or level == 2
+            case ReleaseKv():
+                self._may_sleep = True
             case WakeUp() | ResumeKv():
                 self._may_wake = True
                 self._started_anew = False
@@ -315,6 +323,7 @@ class Belief:
 
     def applied(self, call: Call) -> None:
         """The engine confirmed a call."""
+        self._may_sleep = False
         match call:
             case Sleep(level=level):
                 self._may_wake = False

@@ -34,7 +34,8 @@ class Kept:
     `must_load`: without weights of the run until a full update succeeds, whatever the engine says. `before_update` is
     what the weight memory held when the open update began, `released_kv` whether that update freed its KV memory.
     `engine_incarnation` and `declared_tags` are those of the last probe. `may_wake`: it was told to refill memory and
-    has not answered, so it may still come to that. `started_anew`: its engine is another one than was commanded last.
+    has not answered, so it may still come to that; `may_sleep` is the same of freeing memory. `started_anew`: its
+    engine is another one than was commanded last.
     """
 
     spec: ReplicaSpec
@@ -54,4 +55,5 @@ class Kept:
     engine_incarnation: str
     declared_tags: frozenset[str]
     may_wake: bool
+    may_sleep: bool
     started_anew: bool

@@ -36,6 +36,16 @@ from services.runtime.errors import invalid_argument
 class MemoryPlans(Belief):
     """Plans for single calls, and the pieces that other plans are made of."""
 
+    def plan_settle(self) -> Plan:
+        """Have the engine answer behind a sleep that it may still come to: awake, it must not be taken for that before.
+
+        One that schedules was told so after the sleep, which is paused for; one that is paused is where a pause brings
+        it.
+        """
+        if not self._may_sleep or self.fully_asleep or not self.state.paused:
+            return Plan()
+        return Plan((Pause(self.state.pause_mode or PauseMode.ABORT, self._cleared_pause),))
+
     def plan_sleep(self, asked: int | None, mode: PauseMode) -> Plan:
         """Free all memory; `asked` is 1, 2 or None for AUTO."""
         skip = sleep_skip(self.spec)

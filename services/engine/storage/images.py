@@ -53,6 +53,7 @@ def write_kept(kept: Kept) -> st.Record:
             engine_incarnation=kept.engine_incarnation,
             declared_tags=sorted(kept.declared_tags),
             may_wake=kept.may_wake,
+            may_sleep=kept.may_sleep,
             started_anew=kept.started_anew,
         )
     )
@@ -78,6 +79,7 @@ def read_kept(image: st.ReplicaImage) -> Kept:
         engine_incarnation=image.engine_incarnation,
         declared_tags=frozenset(image.declared_tags),
         may_wake=image.may_wake,
+        may_sleep=image.may_sleep,
         started_anew=image.started_anew,
     )
 

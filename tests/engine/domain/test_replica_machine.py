@@ -57,6 +57,7 @@ class ModelEngine:
     def start(self, loaded: bool) -> None:
         """A fresh process."""
         self.life += 1
+        self.before_it: list[Call] = []
         self.resident = TAGS
         self.level = 0
         self.paused = False
@@ -81,8 +82,17 @@ class ModelEngine:
             incarnation=str(self.life),
         )
 
+    def catch_up(self) -> None:
+        """Come to the calls that whoever made them gave up."""
+        while self.before_it:
+            self._carry_out(self.before_it.pop(0))
+
     def do(self, call: Call) -> None:
-        """Carry a call out, or fail the test where a real engine would die or misbehave."""
+        """Carry a call out after those before it, or fail the test where a real engine would die or misbehave."""
+        self.catch_up()
+        self._carry_out(call)
+
+    def _carry_out(self, call: Call) -> None:
         match call:
             case Pause(mode=mode):
                 self.paused, self.mode = True, mode
@@ -125,11 +135,13 @@ class ModelEngine:
 
     def write(self) -> None:
         """New weights begin to come."""
+        self.catch_up()
         assert WEIGHTS in self.resident, "weights written into memory that is asleep"
         self.weights = Weights.HALF_UPDATED
 
     def written(self, version: int) -> None:
         """They are complete."""
+        self.catch_up()
         assert WEIGHTS in self.resident, "weights written into memory that is asleep"
         self.weights, self.version, self.stale = Weights.INTACT, version, ALL_CACHES
 
@@ -152,8 +164,11 @@ class ReplicaMachine(RuleBasedStateMachine):
         by_itself=st.booleans(),
         loaded=st.booleans(),
         mtp=st.booleans(),
+        slow=st.booleans(),
     )
-    def register(self, role: Role, tells: bool, native: bool, by_itself: bool, loaded: bool, mtp: bool) -> None:
+    def register(
+        self, role: Role, tells: bool, native: bool, by_itself: bool, loaded: bool, mtp: bool, slow: bool
+    ) -> None:
         self.engine = ModelEngine(tells=tells, native=native, starts_by_itself=by_itself, loaded=loaded)
         spec = ReplicaSpec(
             "r", role, "model", gpus=(Gpu("n", "g"),), flags=Flags(mtp_rollout=mtp), weights_loaded=loaded
@@ -162,17 +177,27 @@ class ReplicaMachine(RuleBasedStateMachine):
         self.lends = 0
         self.updates = 0
         self.dead = False
+        self.slow = slow
 
     # ----------------------------------------------------------------------------------------------------------
     # helpers
 
+    def know(self) -> None:
+        """What a slot does first."""
+        if self.replica.uncertain:
+            self.replica.observe(self.engine.state())
+        assert self.carry_out(self.replica.plan_settle())
+
     def carry_out(self, plan: Plan, fails_at: int | None = None) -> bool:
-        """What a slot does; False if the call with this number failed after the engine carried it out."""
+        """What a slot does; False if the call with this number failed: the engine carries it out, or comes to it."""
         for number, call in enumerate(plan.calls):
             if isinstance(call, Resume) and not self.replica.state.paused:
                 continue
             self.replica.attempted(call)
-            self.engine.do(call)
+            if number == fails_at and self.slow and isinstance(call, Sleep | ReleaseKv):
+                self.engine.before_it.append(call)
+            else:
+                self.engine.do(call)
             if number == fails_at:
                 self.replica.doubt()
                 return False
@@ -185,8 +210,7 @@ class ReplicaMachine(RuleBasedStateMachine):
         """Plan and carry out; False if it was refused or failed."""
         if self.dead:
             return False
-        if self.replica.uncertain:
-            self.replica.observe(self.engine.state())
+        self.know()
         try:
             plan = make()  # type: ignore[operator]
         except TurnoutError:
@@ -268,6 +292,7 @@ class ReplicaMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.replica.update_id and not self.dead)
     @rule()
     def touch(self) -> None:
+        self.know()
         try:
             self.replica.touch()
         except TurnoutError:
@@ -277,8 +302,7 @@ class ReplicaMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.replica.update_id and not self.dead)
     @rule(fails_at=failures)
     def commit(self, fails_at: int | None) -> None:
-        if self.replica.uncertain:
-            self.replica.observe(self.engine.state())
+        self.know()
         try:
             self.replica.check_commit()
         except TurnoutError:
@@ -293,14 +317,17 @@ class ReplicaMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.replica.update_id and not self.dead)
     @rule(touched=st.booleans(), fails_at=failures)
     def abandon(self, touched: bool, fails_at: int | None = None) -> None:
-        if self.replica.uncertain:
-            self.replica.observe(self.engine.state())
+        self.know()
         touched = touched or self.engine.weights is Weights.HALF_UPDATED
         self.carry_out(self.replica.plan_abandon(touched), fails_at)
 
     @rule()
     def vacate(self) -> None:
         self.replica.vacate(self.replica.spec.gpus)
+
+    @rule()
+    def catch_up(self) -> None:
+        self.engine.catch_up()
 
     @rule()
     def probe(self) -> None:
@@ -318,6 +345,11 @@ class ReplicaMachine(RuleBasedStateMachine):
     @rule()
     def hang(self) -> None:
         self.replica.mark_unresponsive()
+
+    @rule()
+    def take_over(self) -> None:
+        """Another controller, by what the one before kept."""
+        self.replica = Replica.restored(self.replica.kept)
 
     @rule()
     def die(self) -> None:

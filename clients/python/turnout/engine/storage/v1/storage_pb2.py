@@ -26,7 +26,7 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from turnout.engine.v1 import engine_pb2 as turnout_dot_engine_dot_v1_dot_engine__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\'turnout/engine/storage/v1/storage.proto\x12\x19turnout.engine.storage.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1eturnout/engine/v1/engine.proto\"&\n\x05\x46\x65nce\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\"\xf4\x04\n\x0cReplicaImage\x12,\n\x04spec\x18\x01 \x01(\x0b\x32\x1e.turnout.engine.v1.ReplicaSpec\x12\x30\n\x07weights\x18\x02 \x01(\x0e\x32\x1f.turnout.engine.v1.WeightsState\x12\x16\n\x0eweight_version\x18\x03 \x01(\x03\x12\x1c\n\x0f\x61\x64\x61pter_version\x18\x04 \x01(\x03H\x00\x88\x01\x01\x12\x15\n\rcache_version\x18\x05 \x01(\x03\x12\x32\n\x0cstale_caches\x18\x06 \x03(\x0e\x32\x1c.turnout.engine.v1.CacheKind\x12\x31\n\x06intent\x18\x07 \x01(\x0e\x32!.turnout.engine.storage.v1.Intent\x12\x0f\n\x07lend_id\x18\x08 \x01(\t\x12\x11\n\tupdate_id\x18\t \x01(\t\x12\x32\n\x0bupdate_kind\x18\n \x01(\x0e\x32\x1d.turnout.engine.v1.UpdateKind\x12)\n\tunvacated\x18\x0b \x03(\x0b\x32\x16.turnout.engine.v1.Gpu\x12\x11\n\tmust_load\x18\x0c \x01(\x08\x12\x36\n\rbefore_update\x18\r \x01(\x0e\x32\x1f.turnout.engine.v1.WeightsState\x12\x13\n\x0breleased_kv\x18\x0e \x01(\x08\x12\x1a\n\x12\x65ngine_incarnation\x18\x0f \x01(\t\x12\x15\n\rdeclared_tags\x18\x10 \x03(\t\x12\x10\n\x08may_wake\x18\x11 \x01(\x08\x12\x14\n\x0cstarted_anew\x18\x12 \x01(\x08\x42\x12\n\x10_adapter_version\"?\n\x06Origin\x12\x0c\n\x04\x63\x61ll\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\x0c\"t\n\x0eOperationImage\x12/\n\toperation\x18\x01 \x01(\x0b\x32\x1c.turnout.engine.v1.Operation\x12\x31\n\x06origin\x18\x02 \x01(\x0b\x32!.turnout.engine.storage.v1.Origin\"S\n\x07Settled\x12\x14\n\x0coperation_id\x18\x01 \x01(\t\x12\x32\n\x07outcome\x18\x02 \x01(\x0b\x32!.turnout.engine.v1.ReplicaOutcome\"J\n\x05\x45nded\x12\x14\n\x0coperation_id\x18\x01 \x01(\t\x12+\n\x08\x64uration\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"f\n\tLendImage\x12\x0f\n\x07lend_id\x18\x01 \x01(\t\x12\x33\n\x05state\x18\x02 \x01(\x0e\x32$.turnout.engine.storage.v1.LendState\x12\x13\n\x0breplica_ids\x18\x03 \x03(\t\"\x1b\n\x04Wave\x12\x13\n\x0breplica_ids\x18\x01 \x03(\t\"\x98\x03\n\x0bUpdateImage\x12\x11\n\tupdate_id\x18\x01 \x01(\t\x12+\n\x04kind\x18\x02 \x01(\x0e\x32\x1d.turnout.engine.v1.UpdateKind\x12\x16\n\x0eweight_version\x18\x03 \x01(\x03\x12\x0f\n\x07\x61\x64\x61pter\x18\x04 \x01(\x08\x12\x15\n\rkeep_requests\x18\x05 \x01(\x08\x12\x13\n\x0b\x61llow_older\x18\x06 \x01(\x08\x12\x12\n\nwave_index\x18\x07 \x01(\x05\x12\x0e\n\x06opened\x18\x08 \x03(\t\x12\x0c\n\x04wave\x18\t \x03(\t\x12.\n\x05later\x18\n \x03(\x0b\x32\x1f.turnout.engine.storage.v1.Wave\x12\x0f\n\x07touched\x18\x0b \x03(\t\x12\x10\n\x08\x66inished\x18\x0c \x03(\t\x12\x0f\n\x07members\x18\r \x03(\t\x12\x10\n\x08\x62lackout\x18\x0e \x01(\x01\x12\x19\n\x11tokens_recomputed\x18\x0f \x01(\x03\x12\x0e\n\x06\x63losed\x18\x10 \x01(\x08\x12\x0f\n\x07\x61\x62orted\x18\x11 \x01(\x08\x12\x10\n\x08\x61nswered\x18\x12 \x01(\x08\"p\n\x0b\x41nswerImage\x12\x0c\n\x04\x63\x61ll\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\x0c\x12\n\n\x02\x61t\x18\x04 \x01(\x01\x12\x0c\n\x04type\x18\x05 \x01(\t\x12\x10\n\x08response\x18\x06 \x01(\x0c\"\xe8\x03\n\x06Record\x12\x31\n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32 .turnout.engine.storage.v1.FenceH\x00\x12:\n\x07replica\x18\x02 \x01(\x0b\x32\'.turnout.engine.storage.v1.ReplicaImageH\x00\x12\x11\n\x07removed\x18\x03 \x01(\tH\x00\x12>\n\toperation\x18\x04 \x01(\x0b\x32).turnout.engine.storage.v1.OperationImageH\x00\x12\x35\n\x07settled\x18\x05 \x01(\x0b\x32\".turnout.engine.storage.v1.SettledH\x00\x12\x31\n\x05\x65nded\x18\x06 \x01(\x0b\x32 .turnout.engine.storage.v1.EndedH\x00\x12\x34\n\x04lend\x18\x07 \x01(\x0b\x32$.turnout.engine.storage.v1.LendImageH\x00\x12\x38\n\x06update\x18\x08 \x01(\x0b\x32&.turnout.engine.storage.v1.UpdateImageH\x00\x12\x38\n\x06\x61nswer\x18\t \x01(\x0b\x32&.turnout.engine.storage.v1.AnswerImageH\x00\x42\x08\n\x06record\"=\n\x07Records\x12\x32\n\x07records\x18\x01 \x03(\x0b\x32!.turnout.engine.storage.v1.Record*S\n\x06Intent\x12\x16\n\x12INTENT_UNSPECIFIED\x10\x00\x12\x0e\n\nINTENT_OUT\x10\x01\x12\x0f\n\x0bINTENT_HOLD\x10\x02\x12\x10\n\x0cINTENT_SERVE\x10\x03*n\n\tLendState\x12\x1a\n\x16LEND_STATE_UNSPECIFIED\x10\x00\x12\x13\n\x0fLEND_STATE_OPEN\x10\x01\x12\x18\n\x14LEND_STATE_RECLAIMED\x10\x02\x12\x16\n\x12LEND_STATE_ABORTED\x10\x03\x42RZPgithub.com/turnout-rl/turnout/clients/go/gen/turnout/engine/storage/v1;storagev1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\'turnout/engine/storage/v1/storage.proto\x12\x19turnout.engine.storage.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1eturnout/engine/v1/engine.proto\"&\n\x05\x46\x65nce\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\"\x87\x05\n\x0cReplicaImage\x12,\n\x04spec\x18\x01 \x01(\x0b\x32\x1e.turnout.engine.v1.ReplicaSpec\x12\x30\n\x07weights\x18\x02 \x01(\x0e\x32\x1f.turnout.engine.v1.WeightsState\x12\x16\n\x0eweight_version\x18\x03 \x01(\x03\x12\x1c\n\x0f\x61\x64\x61pter_version\x18\x04 \x01(\x03H\x00\x88\x01\x01\x12\x15\n\rcache_version\x18\x05 \x01(\x03\x12\x32\n\x0cstale_caches\x18\x06 \x03(\x0e\x32\x1c.turnout.engine.v1.CacheKind\x12\x31\n\x06intent\x18\x07 \x01(\x0e\x32!.turnout.engine.storage.v1.Intent\x12\x0f\n\x07lend_id\x18\x08 \x01(\t\x12\x11\n\tupdate_id\x18\t \x01(\t\x12\x32\n\x0bupdate_kind\x18\n \x01(\x0e\x32\x1d.turnout.engine.v1.UpdateKind\x12)\n\tunvacated\x18\x0b \x03(\x0b\x32\x16.turnout.engine.v1.Gpu\x12\x11\n\tmust_load\x18\x0c \x01(\x08\x12\x36\n\rbefore_update\x18\r \x01(\x0e\x32\x1f.turnout.engine.v1.WeightsState\x12\x13\n\x0breleased_kv\x18\x0e \x01(\x08\x12\x1a\n\x12\x65ngine_incarnation\x18\x0f \x01(\t\x12\x15\n\rdeclared_tags\x18\x10 \x03(\t\x12\x10\n\x08may_wake\x18\x11 \x01(\x08\x12\x14\n\x0cstarted_anew\x18\x12 \x01(\x08\x12\x11\n\tmay_sleep\x18\x13 \x01(\x08\x42\x12\n\x10_adapter_version\"?\n\x06Origin\x12\x0c\n\x04\x63\x61ll\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\x0c\"t\n\x0eOperationImage\x12/\n\toperation\x18\x01 \x01(\x0b\x32\x1c.turnout.engine.v1.Operation\x12\x31\n\x06origin\x18\x02 \x01(\x0b\x32!.turnout.engine.storage.v1.Origin\"S\n\x07Settled\x12\x14\n\x0coperation_id\x18\x01 \x01(\t\x12\x32\n\x07outcome\x18\x02 \x01(\x0b\x32!.turnout.engine.v1.ReplicaOutcome\"J\n\x05\x45nded\x12\x14\n\x0coperation_id\x18\x01 \x01(\t\x12+\n\x08\x64uration\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"f\n\tLendImage\x12\x0f\n\x07lend_id\x18\x01 \x01(\t\x12\x33\n\x05state\x18\x02 \x01(\x0e\x32$.turnout.engine.storage.v1.LendState\x12\x13\n\x0breplica_ids\x18\x03 \x03(\t\"\x1b\n\x04Wave\x12\x13\n\x0breplica_ids\x18\x01 \x03(\t\"\x98\x03\n\x0bUpdateImage\x12\x11\n\tupdate_id\x18\x01 \x01(\t\x12+\n\x04kind\x18\x02 \x01(\x0e\x32\x1d.turnout.engine.v1.UpdateKind\x12\x16\n\x0eweight_version\x18\x03 \x01(\x03\x12\x0f\n\x07\x61\x64\x61pter\x18\x04 \x01(\x08\x12\x15\n\rkeep_requests\x18\x05 \x01(\x08\x12\x13\n\x0b\x61llow_older\x18\x06 \x01(\x08\x12\x12\n\nwave_index\x18\x07 \x01(\x05\x12\x0e\n\x06opened\x18\x08 \x03(\t\x12\x0c\n\x04wave\x18\t \x03(\t\x12.\n\x05later\x18\n \x03(\x0b\x32\x1f.turnout.engine.storage.v1.Wave\x12\x0f\n\x07touched\x18\x0b \x03(\t\x12\x10\n\x08\x66inished\x18\x0c \x03(\t\x12\x0f\n\x07members\x18\r \x03(\t\x12\x10\n\x08\x62lackout\x18\x0e \x01(\x01\x12\x19\n\x11tokens_recomputed\x18\x0f \x01(\x03\x12\x0e\n\x06\x63losed\x18\x10 \x01(\x08\x12\x0f\n\x07\x61\x62orted\x18\x11 \x01(\x08\x12\x10\n\x08\x61nswered\x18\x12 \x01(\x08\"p\n\x0b\x41nswerImage\x12\x0c\n\x04\x63\x61ll\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\x0c\x12\n\n\x02\x61t\x18\x04 \x01(\x01\x12\x0c\n\x04type\x18\x05 \x01(\t\x12\x10\n\x08response\x18\x06 \x01(\x0c\"\xe8\x03\n\x06Record\x12\x31\n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32 .turnout.engine.storage.v1.FenceH\x00\x12:\n\x07replica\x18\x02 \x01(\x0b\x32\'.turnout.engine.storage.v1.ReplicaImageH\x00\x12\x11\n\x07removed\x18\x03 \x01(\tH\x00\x12>\n\toperation\x18\x04 \x01(\x0b\x32).turnout.engine.storage.v1.OperationImageH\x00\x12\x35\n\x07settled\x18\x05 \x01(\x0b\x32\".turnout.engine.storage.v1.SettledH\x00\x12\x31\n\x05\x65nded\x18\x06 \x01(\x0b\x32 .turnout.engine.storage.v1.EndedH\x00\x12\x34\n\x04lend\x18\x07 \x01(\x0b\x32$.turnout.engine.storage.v1.LendImageH\x00\x12\x38\n\x06update\x18\x08 \x01(\x0b\x32&.turnout.engine.storage.v1.UpdateImageH\x00\x12\x38\n\x06\x61nswer\x18\t \x01(\x0b\x32&.turnout.engine.storage.v1.AnswerImageH\x00\x42\x08\n\x06record\"=\n\x07Records\x12\x32\n\x07records\x18\x01 \x03(\x0b\x32!.turnout.engine.storage.v1.Record*S\n\x06Intent\x12\x16\n\x12INTENT_UNSPECIFIED\x10\x00\x12\x0e\n\nINTENT_OUT\x10\x01\x12\x0f\n\x0bINTENT_HOLD\x10\x02\x12\x10\n\x0cINTENT_SERVE\x10\x03*n\n\tLendState\x12\x1a\n\x16LEND_STATE_UNSPECIFIED\x10\x00\x12\x13\n\x0fLEND_STATE_OPEN\x10\x01\x12\x18\n\x14LEND_STATE_RECLAIMED\x10\x02\x12\x16\n\x12LEND_STATE_ABORTED\x10\x03\x42RZPgithub.com/turnout-rl/turnout/clients/go/gen/turnout/engine/storage/v1;storagev1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,32 +34,32 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'turnout.engine.storage.v1.s
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'ZPgithub.com/turnout-rl/turnout/clients/go/gen/turnout/engine/storage/v1;storagev1'
-  _globals['_INTENT']._serialized_start=2361
-  _globals['_INTENT']._serialized_end=2444
-  _globals['_LENDSTATE']._serialized_start=2446
-  _globals['_LENDSTATE']._serialized_end=2556
+  _globals['_INTENT']._serialized_start=2380
+  _globals['_INTENT']._serialized_end=2463
+  _globals['_LENDSTATE']._serialized_start=2465
+  _globals['_LENDSTATE']._serialized_end=2575
   _globals['_FENCE']._serialized_start=134
   _globals['_FENCE']._serialized_end=172
   _globals['_REPLICAIMAGE']._serialized_start=175
-  _globals['_REPLICAIMAGE']._serialized_end=803
-  _globals['_ORIGIN']._serialized_start=805
-  _globals['_ORIGIN']._serialized_end=868
-  _globals['_OPERATIONIMAGE']._serialized_start=870
-  _globals['_OPERATIONIMAGE']._serialized_end=986
-  _globals['_SETTLED']._serialized_start=988
-  _globals['_SETTLED']._serialized_end=1071
-  _globals['_ENDED']._serialized_start=1073
-  _globals['_ENDED']._serialized_end=1147
-  _globals['_LENDIMAGE']._serialized_start=1149
-  _globals['_LENDIMAGE']._serialized_end=1251
-  _globals['_WAVE']._serialized_start=1253
-  _globals['_WAVE']._serialized_end=1280
-  _globals['_UPDATEIMAGE']._serialized_start=1283
-  _globals['_UPDATEIMAGE']._serialized_end=1691
-  _globals['_ANSWERIMAGE']._serialized_start=1693
-  _globals['_ANSWERIMAGE']._serialized_end=1805
-  _globals['_RECORD']._serialized_start=1808
-  _globals['_RECORD']._serialized_end=2296
-  _globals['_RECORDS']._serialized_start=2298
-  _globals['_RECORDS']._serialized_end=2359
+  _globals['_REPLICAIMAGE']._serialized_end=822
+  _globals['_ORIGIN']._serialized_start=824
+  _globals['_ORIGIN']._serialized_end=887
+  _globals['_OPERATIONIMAGE']._serialized_start=889
+  _globals['_OPERATIONIMAGE']._serialized_end=1005
+  _globals['_SETTLED']._serialized_start=1007
+  _globals['_SETTLED']._serialized_end=1090
+  _globals['_ENDED']._serialized_start=1092
+  _globals['_ENDED']._serialized_end=1166
+  _globals['_LENDIMAGE']._serialized_start=1168
+  _globals['_LENDIMAGE']._serialized_end=1270
+  _globals['_WAVE']._serialized_start=1272
+  _globals['_WAVE']._serialized_end=1299
+  _globals['_UPDATEIMAGE']._serialized_start=1302
+  _globals['_UPDATEIMAGE']._serialized_end=1710
+  _globals['_ANSWERIMAGE']._serialized_start=1712
+  _globals['_ANSWERIMAGE']._serialized_end=1824
+  _globals['_RECORD']._serialized_start=1827
+  _globals['_RECORD']._serialized_end=2315
+  _globals['_RECORDS']._serialized_start=2317
+  _globals['_RECORDS']._serialized_end=2378
 # @@protoc_insertion_point(module_scope)

@@ -130,6 +130,7 @@ class ReplicaImage(google.protobuf.message.Message):
     DECLARED_TAGS_FIELD_NUMBER: builtins.int
     MAY_WAKE_FIELD_NUMBER: builtins.int
     STARTED_ANEW_FIELD_NUMBER: builtins.int
+    MAY_SLEEP_FIELD_NUMBER: builtins.int
     weights: turnout.engine.v1.engine_pb2.WeightsState.ValueType
     """What its weight memory holds, at worst: written before an engine is told what can cost it its weights."""
     weight_version: builtins.int
@@ -160,6 +161,8 @@ class ReplicaImage(google.protobuf.message.Message):
     """Whether its engine was told to refill memory and has not answered: it may still come to that."""
     started_anew: builtins.bool
     """Whether its engine was started anew since anybody commanded it: awake, it has memory that nobody asked it to take."""
+    may_sleep: builtins.bool
+    """Whether its engine was told to free memory and has not answered: it may still come to that."""
     @property
     def spec(self) -> turnout.engine.v1.engine_pb2.ReplicaSpec:
         """What was registered."""
@@ -197,9 +200,10 @@ class ReplicaImage(google.protobuf.message.Message):
         declared_tags: collections.abc.Iterable[builtins.str] | None = ...,
         may_wake: builtins.bool = ...,
         started_anew: builtins.bool = ...,
+        may_sleep: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_adapter_version", b"_adapter_version", "adapter_version", b"adapter_version", "spec", b"spec"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_adapter_version", b"_adapter_version", "adapter_version", b"adapter_version", "before_update", b"before_update", "cache_version", b"cache_version", "declared_tags", b"declared_tags", "engine_incarnation", b"engine_incarnation", "intent", b"intent", "lend_id", b"lend_id", "may_wake", b"may_wake", "must_load", b"must_load", "released_kv", b"released_kv", "spec", b"spec", "stale_caches", b"stale_caches", "started_anew", b"started_anew", "unvacated", b"unvacated", "update_id", b"update_id", "update_kind", b"update_kind", "weight_version", b"weight_version", "weights", b"weights"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_adapter_version", b"_adapter_version", "adapter_version", b"adapter_version", "before_update", b"before_update", "cache_version", b"cache_version", "declared_tags", b"declared_tags", "engine_incarnation", b"engine_incarnation", "intent", b"intent", "lend_id", b"lend_id", "may_sleep", b"may_sleep", "may_wake", b"may_wake", "must_load", b"must_load", "released_kv", b"released_kv", "spec", b"spec", "stale_caches", b"stale_caches", "started_anew", b"started_anew", "unvacated", b"unvacated", "update_id", b"update_id", "update_kind", b"update_kind", "weight_version", b"weight_version", "weights", b"weights"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_adapter_version", b"_adapter_version"]) -> typing.Literal["adapter_version"] | None: ...
 
 Global___ReplicaImage: typing_extensions.TypeAlias = ReplicaImage
