@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -406,6 +406,36 @@ def test_a_lend_that_cannot_be_abandoned_either_is_an_error(world: World) -> Non
     with pytest.raises(Exception, match=" / LEND_FAILED"):
         hooks.on_step_end(1)
     hooks.close()
+
+
+@pytest.mark.parametrize("when", ["start", "step"])
+def test_a_lend_that_could_not_be_abandoned_is_when_the_hook_is_called_again(world: World, when: str) -> None:
+    """The controller had closed the lend, the scheduler had not: no call but its end was taken, and none told it."""
+    lending(world, "EndStep")
+    world.scheduler.script["CompleteLend"] = failing(grpc.StatusCode.ABORTED, "LEND_FAILED")
+    failed = failing(grpc.StatusCode.ABORTED, "ABORT_LEND_FAILED")
+    world.scheduler.script["AbandonLend"] = in_turn(failed, world.scheduler.script["AbandonLend"])
+    if when == "start":
+        opened = scheduler_pb2.OpenRunResponse(epoch=7, next_step=1, lend=LEND)
+        world.scheduler.script["OpenRun"] = lambda request, context: opened
+    with TrainerHooks.open(world.setup()) as hooks:
+        hook: Callable[[], dict[str, float]] = hooks.on_init_end if when == "start" else lambda: hooks.on_step_end(1)
+        with pytest.raises(Aborted, match=" / LEND_FAILED"):
+            hook()
+        assert hook()["turnout/lend_abandoned"] == 1.0
+        assert hooks.mode == events_pb2.MODE_TRAINER
+        told = world.names().count("AbandonLend")
+        hooks.on_init_end()
+        assert world.names().count("AbandonLend") == told == 2, "what is closed is over"
+
+
+def test_a_lend_that_the_scheduler_has_abandoned_by_itself_is_over(world: World) -> None:
+    """It went on with an AbandonLend that a crash had cut; the hook raised LEND_CLOSED however often it was called."""
+    lending(world, "EndStep")
+    world.scheduler.script["CompleteLend"] = failing(grpc.StatusCode.FAILED_PRECONDITION, "LEND_CLOSED")
+    with TrainerHooks.open(world.setup()) as hooks:
+        assert hooks.on_step_end(1)["turnout/lend_abandoned"] == 1.0
+        assert hooks.mode == events_pb2.MODE_TRAINER
 
 
 def test_a_lend_within_a_step_installs_weights_and_asks_again(world: World) -> None:

@@ -91,7 +91,6 @@ class AsyncTrainerHooks:
         """Prompts to add before it."""
         self.time_scale: float = opened.time_scale or 1.0
         """Wall seconds per domain second: 1 except in demos and tests."""
-        self._lend: scheduler_pb2.Lend | None = opened.lend if opened.HasField("lend") else None
         self._allow_older = opened.allow_older
         self.cursor: int = opened.cursor
         """Eviction cursor of the trainer. Who also waits by other means shares it, so that nothing is told twice."""
@@ -108,6 +107,7 @@ class AsyncTrainerHooks:
         )
         self._lending = Lending(setup, scheduler, self._weights, epoch=self.epoch, time_scale=self.time_scale)
         self._lending.mode = opened.run.mode
+        self._lending.open = opened.lend if opened.HasField("lend") else None
         self._restoring = Restoring(
             engine,
             self._weights,
@@ -207,9 +207,8 @@ class AsyncTrainerHooks:
         self._check()
         update = self._callback(update_weights)
         version = self.next_step - 1
-        if self._lend is not None:
-            lend, self._lend = self._lend, None
-            return await self._lending.fulfil(lend, update)
+        if self._lending.open is not None:
+            return await self._lending.fulfil(self._lending.open, update)
         return await self._lending.update_standalone(update, version, allow_older=self._allow_older)
 
     async def on_train_begin(self, groups: Sequence[buffer_pb2.GroupSpec] = ()) -> int:

@@ -35,6 +35,8 @@ class Lending:
         self._weights = weights
         self._epoch = epoch
         self._time_scale = time_scale
+        self.open: scheduler_pb2.Lend | None = None
+        """The lend that was neither completed nor abandoned, if there is one: the run goes on once it is."""
         self.mode: events_pb2.Mode.ValueType = events_pb2.MODE_UNSPECIFIED
         """Who has the hybrid GPUs, as the scheduler said last."""
         self.untold: Installed | None = None
@@ -67,6 +69,7 @@ class Lending:
     async def fulfil(self, lend: scheduler_pb2.Lend, update: UpdateWeights) -> dict[str, float]:
         """Bring weights to the replicas of a lend and complete it. Raises what the callback raises."""
         metrics: dict[str, float] = {}
+        self.open = lend
         try:
             if lend.update_standalone:
                 metrics |= await self.update_standalone(
@@ -79,11 +82,13 @@ class Lending:
             response = await self._complete(lend, update)
         except BaseException as error:
             abandoned = await self._abandon(lend, error)
-            if not (abandoned and isinstance(error, COSTS_ONLY_SPEED)):
+            # A lend that was abandoned before, perhaps by a scheduler that went on with that after a crash, is over.
+            over = isinstance(error, TurnoutError) and error.reason == "LEND_CLOSED"
+            if not (abandoned and (over or isinstance(error, COSTS_ONLY_SPEED))):
                 raise
             _log.warning("lend %s was abandoned: %s", lend.lend_id, error)
             return {**metrics, "turnout/lend_abandoned": 1.0}
-        self.untold = None
+        self.open = self.untold = None
         self.mode = response.mode
         if response.failed_replica_ids:
             _log.warning("lent without %s", ", ".join(response.failed_replica_ids))
@@ -124,6 +129,7 @@ class Lending:
             # The first error is the one the trainer has to see.
             _log.warning("lend %s was not abandoned: %s", lend.lend_id, failure)
             return False
+        self.open = None
         return True
 
 
