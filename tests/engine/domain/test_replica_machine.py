@@ -189,16 +189,17 @@ class ReplicaMachine(RuleBasedStateMachine):
         assert self.carry_out(self.replica.plan_settle())
 
     def carry_out(self, plan: Plan, fails_at: int | None = None) -> bool:
-        """What a slot does; False if the call with this number failed: the engine carries it out, or comes to it."""
+        """What a slot does; False if the call with this number failed, or one that a slow engine comes to later."""
         for number, call in enumerate(plan.calls):
             if isinstance(call, Resume) and not self.replica.state.paused:
                 continue
             self.replica.attempted(call)
-            if number == fails_at and self.slow and isinstance(call, Sleep | ReleaseKv):
+            later = self.slow and fails_at is not None and isinstance(call, Sleep | ReleaseKv)
+            if later:
                 self.engine.before_it.append(call)
             else:
                 self.engine.do(call)
-            if number == fails_at:
+            if later or number == fails_at:
                 self.replica.doubt()
                 return False
             self.replica.applied(call)
