@@ -45,6 +45,7 @@ ROLLING: Final = Elsewhere(
     "test-all", "tests/deployed/test_rolling.py::test_every_process_is_restarted_in_turn_and_no_step_is_lost"
 )
 SOAK: Final = Elsewhere("soak", "")
+GRPCURL: Final = Never("grpcurl, which is neither in Debian nor in npm; buf asks the same reflection")
 BUF: Final = "node_modules/.bin/buf curl --http2-prior-knowledge --protocol grpc "
 
 TRAINER: Final = Stage(
@@ -87,6 +88,9 @@ TABLE: Final[dict[str, dict[str, How]]] = {
             change={"RUN": "my-run", "STORE": "file:///mnt/shared/payloads"}, until="my-run", ends=True
         ),
         "turnout bench": BENCH,
+        "grpcurl -plaintext 127.0.0.1:50051 list": GRPCURL,
+        "grpcurl -plaintext 127.0.0.1:50051 describe turnout.buffer.v1.ReplayBuffer.GetSampleableCount": GRPCURL,
+        "grpcurl -plaintext 127.0.0.1:50051 turnout.buffer.v1.ReplayBuffer/ListRuns": GRPCURL,
         BUF + "--list-methods http://127.0.0.1:50051": Run(
             prints="turnout.buffer.v1.ReplayBuffer/WaitForSampleable", needs="node_modules"
         ),
@@ -193,6 +197,13 @@ TABLE: Final[dict[str, dict[str, How]]] = {
         'Path("checkpoint/turnout.json").write_text(hooks.save(step))': Run(scene="bare", given=given.SAVING),
         'manifest = Path("checkpoint/turnout.json").read_text()': Run(scene="bare", given=given.RESUMING),
         "turnout buffer audit --data-dir ./turnout-data/buffer": Run(scene="bare", alone=True, prints="saved"),
+    },
+    "docs/howto/shadow-verl.md": {
+        "+trainer.v1.sampler.sampler_kwargs.policy=shadow:jit": Elsewhere(
+            "test-verl", "tests/verl/adapter/test_pages.py::test_the_shadow_of_the_page_is_a_setting"
+        ),
+        "turnout explain my-run": EXPLAIN,
+        "turnout report my-run": Run(prints="report: turnout-report.html"),
     },
     "docs/howto/size-pools.md": {
         "turnout simulate --list": Run(scene="bare", prints="calibrated"),

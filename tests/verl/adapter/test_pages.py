@@ -10,7 +10,8 @@ import pytest
 
 from tests.docs.blocks import pieces_of
 
-pytestmark = pytest.mark.verl
+# verl imports of Ray what Ray will take away.
+pytestmark = [pytest.mark.verl, pytest.mark.filterwarnings("ignore:Ray state API:DeprecationWarning")]
 DOCS = Path(__file__).parents[3] / "docs"
 
 
@@ -36,6 +37,17 @@ def test_the_settings_of_the_page_are_verls() -> None:
     assert made.__module__.startswith("turnout.integrations.verl")
     environment = config.ray_kwargs.ray_init.runtime_env.env_vars
     assert environment.VERL_USE_EXTERNAL_MODULES == "turnout.integrations.verl.plugin"
+
+
+def test_the_shadow_of_the_page_is_a_setting() -> None:
+    """Hydra refuses a key that exists with a plus, and one that does not without."""
+    from hydra import compose, initialize_config_module
+
+    page = (DOCS / "howto" / "shadow-verl.md").read_text()
+    (added,) = [piece.text for piece in pieces_of("shadow-verl", page) if piece.text.startswith("+trainer")]
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        config = compose("ppo_trainer", overrides=[*_overrides(), added])
+    assert config.trainer.v1.sampler.sampler_kwargs.policy == "shadow:jit"
 
 
 def test_the_router_of_the_page_is_one() -> None:
