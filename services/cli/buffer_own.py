@@ -35,8 +35,8 @@ def buffer_own(run_id: str, store: str, buffer: str) -> None:
     except TurnoutError as error:
         raise CommandFailed(error.message) from error
     owner = StoreOwner(buffer, run_id, opened)
-    click.echo(f"deleting in {store} what {run_id} lets go; Ctrl-C ends it", err=True)
     try:
+        click.echo(f"deleting in {store} what {run_id} lets go; Ctrl-C ends it", err=True)
         owner.start()
         owner.join()
     finally:

@@ -201,3 +201,10 @@ async def test_an_owner_of_a_run_that_is_not_there_ends(tmp_path: Path) -> None:
         owner.start()
         assert await asyncio.to_thread(owner.join, 10)
         await asyncio.to_thread(owner.stop)
+
+
+def test_an_owner_that_is_stopped_before_it_began_ends_in_order(tmp_path: Path) -> None:
+    """Ctrl-C can come before the thread: that is no error of its own."""
+    owner = StoreOwner("127.0.0.1:1", places.RUN, UriStore(f"file://{tmp_path}"), QUICK)
+    owner.stop()
+    assert owner.deleted == 0

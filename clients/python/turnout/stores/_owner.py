@@ -38,10 +38,14 @@ class StoreOwner:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread and close its connection; what was let go and not deleted is told to the next owner."""
+        """End the thread, if it began, and close its connection.
+
+        What was let go and not deleted is told to the next owner.
+        """
         self._stop.set()
         self._client.close()
-        self._thread.join()
+        if self._thread.is_alive():
+            self._thread.join()
 
     def join(self, timeout: float | None = None) -> bool:
         """Wait until the run is gone and all of it is deleted; return whether that came within `timeout` seconds."""
