@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable
@@ -18,6 +19,9 @@ from typing import Any, Final
 import uvloop
 
 from services.bench.load_plan import Errand
+
+ELSEWHERE: Final = 10
+"""Niceness of what runs on machines of its own in a deployment: here it gets what the services leave."""
 
 KEPT: Final = 5
 """Messages that are told; all are counted."""
@@ -51,8 +55,11 @@ def tell(kind: str, **what: Any) -> None:
     print(json.dumps({"kind": kind, **what}), flush=True)
 
 
-def run_errand(work: Callable[[Errand, asyncio.Event, Errors], Awaitable[dict[str, Any]]]) -> None:
+def run_errand(
+    work: Callable[[Errand, asyncio.Event, Errors], Awaitable[dict[str, Any]]], *, niceness: int = 0
+) -> None:
     """Do the work of this process until SIGTERM; what it returns is told last, with the errors."""
+    os.nice(niceness)
     errand, errors = Errand.from_argument(sys.argv[1]), Errors()
     logger = logging.getLogger("turnout")
     logger.addHandler(_Listening(errors))

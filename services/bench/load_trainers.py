@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final, TextIO
 
 from services.bench.load_plan import CLAIM_S, FILL, MINI_BATCHES, STEP_S, Errand
-from services.bench.load_process import Errors, run_errand, tell
+from services.bench.load_process import ELSEWHERE, Errors, run_errand, tell
 from services.bench.load_workers import content
 from turnout.buffer.v1 import buffer_pb2
 from turnout.client import TurnoutError, duration
@@ -200,4 +200,4 @@ async def work(errand: Errand, stop: asyncio.Event, errors: Errors) -> dict[str,
 
 
 if __name__ == "__main__":
-    run_errand(work)
+    run_errand(work, niceness=ELSEWHERE)

@@ -13,7 +13,7 @@ from typing import Any, Final
 from zlib import crc32
 
 from services.bench.load_plan import CLAIM_S, FILL, GENERATION_S, SAME_REWARD, Errand
-from services.bench.load_process import Errors, run_errand
+from services.bench.load_process import ELSEWHERE, Errors, run_errand
 from turnout.buffer.v1 import buffer_pb2
 from turnout.worker import Job, RolloutWorker, WorkerSetup
 
@@ -92,4 +92,4 @@ async def work(errand: Errand, stop: asyncio.Event, errors: Errors) -> dict[str,
 
 
 if __name__ == "__main__":
-    run_errand(work)
+    run_errand(work, niceness=ELSEWHERE)

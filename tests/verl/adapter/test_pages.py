@@ -10,6 +10,7 @@ import pytest
 
 from tests.docs.blocks import pieces_of
 
+pytest.importorskip("verl", reason="needs the environment of `make test-verl`")
 # verl imports of Ray what Ray will take away.
 pytestmark = [pytest.mark.verl, pytest.mark.filterwarnings("ignore:Ray state API:DeprecationWarning")]
 DOCS = Path(__file__).parents[3] / "docs"
