@@ -45,6 +45,7 @@ ROLLING: Final = Elsewhere(
     "test-all", "tests/deployed/test_rolling.py::test_every_process_is_restarted_in_turn_and_no_step_is_lost"
 )
 SOAK: Final = Elsewhere("soak", "")
+KEPT_HERE: Final = Run(given="import os", change={"mkdtemp()": "mkdtemp(dir=os.getcwd())"})
 GRPCURL: Final = Never("grpcurl, which is neither in Debian nor in npm; buf asks the same reflection")
 BUF: Final = "node_modules/.bin/buf curl --http2-prior-knowledge --protocol grpc "
 
@@ -265,8 +266,8 @@ TABLE: Final[dict[str, dict[str, How]]] = {
     "docs/payloads.md": {
         'worker = WorkerSetup("my-run", buffer="trainer-0:50051", engine="trainer-0:50052",'
         ' store="file:///mnt/shared/payloads")': Run(),
-        'store = open_store(f"file://{mkdtemp()}")  # or "ray", "transferqueue", "s3://bucket/payloads"': Run(),
-        'owner = StoreOwner("trainer-0:50051", "my-run", open_store(f"file://{mkdtemp()}"))': Run(),
+        'store = open_store(f"file://{mkdtemp()}")  # or "ray", "transferqueue", "s3://bucket/payloads"': KEPT_HERE,
+        'owner = StoreOwner("trainer-0:50051", "my-run", open_store(f"file://{mkdtemp()}"))': KEPT_HERE,
         'parts = pack({"tokens": np.arange(6, dtype=np.int32), "scores": {"reward": np.float32(0.5)}})': Run(),
     },
     "docs/quickstart.md": {
