@@ -33,6 +33,7 @@ from tests.runtime.certificates import Authority
 from tests.security.houses import Tokens
 from turnout.channels import Security, bind, channel_options, connect
 from turnout.client import ClientOptions
+from turnout.scheduler.v1 import scheduler_pb2
 
 RUN: Final = "my-run"
 SERVICES: Final = ("buffer", "engine", "scheduler")
@@ -277,6 +278,17 @@ class Site:
     def security(self, role: Role = Role.OPERATOR) -> Security:
         """How a client of this role shows who it is."""
         return Security(ca=self.authority.ca, cert=self.cert, key=self.key, token_file=self.token_file(role))
+
+    def opening(self) -> scheduler_pb2.OpenRunRequest:
+        """What opens the run at the scheduler, between the buffer and the controller of this site."""
+        return scheduler_pb2.OpenRunRequest(
+            run_id=RUN,
+            config=scheduler_pb2.RunConfig(
+                train_batch_size=2, parameter_sync_step=1, mini_batch_size=2, total_training_steps=9, group_size=1
+            ),
+            buffer_target=self.members["buffer"].target,
+            engine_target=self.members["engine"].target,
+        )
 
     def options(self, role: Role = Role.OPERATOR, **more: Any) -> ClientOptions:
         """The same for the shipped client."""

@@ -118,14 +118,7 @@ async def test_a_copy_of_everything_brings_all_of_it_back(operator: Operator) ->
         caller = Caller(channel)
         await caller.create()
         held = await fill(caller)
-        request = scheduler_pb2.OpenRunRequest(
-            run_id=RUN,
-            config=scheduler_pb2.RunConfig(
-                train_batch_size=2, parameter_sync_step=1, mini_batch_size=2, total_training_steps=9, group_size=1
-            ),
-            buffer_target=buffer.target,
-            engine_target=site.members["engine"].target,
-        )
+        request = site.opening()
         caller.run_id = RUN
         await caller.create()
         async with AsyncSchedulerClient(scheduler.target, site.options(Role.TRAINER)) as client:

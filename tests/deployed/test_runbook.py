@@ -14,7 +14,6 @@ from tests.deployed.manifests import ROOT
 from tests.deployed.site import RUN, SERVICES, Site
 from tests.docs.test_pages import arguments
 from turnout.client import AsyncSchedulerClient
-from turnout.scheduler.v1 import scheduler_pb2
 
 RUNBOOK = (ROOT / "docs" / "runbook.md").read_text()
 HEADING = re.compile(r"^## (\w+)$", re.MULTILINE)
@@ -50,14 +49,7 @@ async def test_every_command_works_against_services_that_run(site: Site) -> None
     site.register()
     async with site.channel(site.members["buffer"].target) as channel:
         await Caller(channel, RUN).create()
-    request = scheduler_pb2.OpenRunRequest(
-        run_id=RUN,
-        config=scheduler_pb2.RunConfig(
-            train_batch_size=2, parameter_sync_step=1, mini_batch_size=2, total_training_steps=9, group_size=1
-        ),
-        buffer_target=site.members["buffer"].target,
-        engine_target=site.members["engine"].target,
-    )
+    request = site.opening()
     async with AsyncSchedulerClient(site.members["scheduler"].target, site.options(Role.TRAINER)) as client:
         await client.calls.OpenRun(request)
     assert len(commands()) >= 8

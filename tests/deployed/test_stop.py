@@ -196,14 +196,7 @@ async def test_h50_a_scheduler_with_an_open_run_ends_in_order(site: Site) -> Non
     options = site.options(Role.TRAINER)
     async with site.channel(site.members["buffer"].target) as channel:
         await Caller(channel, RUN).create()
-    request = scheduler_pb2.OpenRunRequest(
-        run_id=RUN,
-        config=scheduler_pb2.RunConfig(
-            train_batch_size=2, parameter_sync_step=1, mini_batch_size=2, total_training_steps=9, group_size=1
-        ),
-        buffer_target=site.members["buffer"].target,
-        engine_target=site.members["engine"].target,
-    )
+    request = site.opening()
     async with AsyncSchedulerClient(scheduler.target, options) as client, site.channel(scheduler.target) as channel:
         epoch = (await client.calls.OpenRun(request)).epoch
         watch = client.calls.WatchRun(scheduler_pb2.WatchRunRequest(run_id=RUN, from_sequence=1))

@@ -6,6 +6,7 @@ import asyncio
 import socket
 import urllib.request
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,28 @@ from tests.runtime.helpers import Caller, Probe, encode, probe_host
 from tests.security.houses import Tokens
 
 Context = grpc.aio.ServicerContext[Any, Any]
+
+
+@asynccontextmanager
+async def _stopping_at_work() -> AsyncIterator[tuple[ServiceHost, grpc.aio.Channel]]:
+    """A host that begins to stop with a call at work, and the way to it; in the end the call may finish, and has to."""
+    entered, finish = asyncio.Event(), asyncio.Event()
+
+    async def slow(request: StringValue, context: Context) -> StringValue:
+        entered.set()
+        await finish.wait()
+        return request
+
+    host = probe_host(settings=ServiceSettings(grace_s=30), unary=slow)
+    await host.start()
+    async with grpc.aio.insecure_channel(host.target) as channel:
+        call = Caller(channel).unary("x")
+        await entered.wait()
+        stopping = asyncio.create_task(host.stop())
+        yield host, channel
+        finish.set()
+        assert (await call).value == "x"
+        assert await stopping is True
 
 
 def _parking_host(settings: ServiceSettings, cleaned: list[str]) -> ServiceHost:
@@ -67,40 +90,13 @@ async def test_h50_parked_waits_end_unavailable_and_hold_nothing_up() -> None:
 
 async def test_h50_calls_at_work_may_finish_within_the_grace() -> None:
     """A checkpoint that is half done when SIGTERM comes should be a whole one."""
-    entered, finish = asyncio.Event(), asyncio.Event()
-
-    async def slow(request: StringValue, context: Context) -> StringValue:
-        entered.set()
-        await finish.wait()
-        return request
-
-    host = probe_host(settings=ServiceSettings(grace_s=30), unary=slow)
-    await host.start()
-    async with grpc.aio.insecure_channel(host.target) as channel:
-        call = Caller(channel).unary("x")
-        await entered.wait()
-        stopping = asyncio.create_task(host.stop())
+    async with _stopping_at_work() as (host, _):
         await host.context.draining.wait()
-        finish.set()
-        assert (await call).value == "x"
-        assert await stopping is True
 
 
 async def test_h61_health_is_told_while_calls_at_work_use_up_the_grace() -> None:
     """A probe that is cut off says nothing; new calls are to go elsewhere, or to the next process."""
-    entered, finish = asyncio.Event(), asyncio.Event()
-
-    async def slow(request: StringValue, context: Context) -> StringValue:
-        entered.set()
-        await finish.wait()
-        return request
-
-    host = probe_host(settings=ServiceSettings(grace_s=30), unary=slow)
-    await host.start()
-    async with grpc.aio.insecure_channel(host.target) as channel:
-        call = Caller(channel).unary("x")
-        await entered.wait()
-        stopping = asyncio.create_task(host.stop())
+    async with _stopping_at_work() as (host, channel):
         while not host._handlers.ending:  # noqa: ASYNC110 - nothing announces the end of the drain
             await asyncio.sleep(0)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -109,9 +105,6 @@ async def test_h61_health_is_told_while_calls_at_work_use_up_the_grace() -> None
         health: Any = health_pb2_grpc.HealthStub(channel)
         answer = await health.Check(health_pb2.HealthCheckRequest())
         assert answer.status == health_pb2.HealthCheckResponse.NOT_SERVING
-        finish.set()
-        assert (await call).value == "x"
-        assert await stopping is True
 
 
 async def test_h37_a_burst_of_calls_is_taken_whole() -> None:
